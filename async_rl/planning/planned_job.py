@@ -51,7 +51,7 @@ from async_rl.planning.workload import (
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.inputs import RunInputs
 from async_rl.run.orchestrator import Orchestrator
-from async_rl.store.spool import no_other_nodes
+from async_rl.store.spool_nodes import no_other_nodes
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import Int32Array, TakenBatch
 

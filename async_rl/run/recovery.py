@@ -45,7 +45,8 @@ from async_rl.store.journal_folders import JournalFolders, OtherNodes
 from async_rl.store.ledger import Ledger
 from async_rl.store.outstanding import OutstandingGroups, frames_in_flight
 from async_rl.store.progress import ProgressReport
-from async_rl.store.spool import Spool, no_other_nodes
+from async_rl.store.spool import Spool
+from async_rl.store.spool_nodes import no_other_nodes
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.types import TakenBatch, Task, root_of
 
@@ -341,30 +342,30 @@ class RecoveredState:
         stores would else be lost again and again. Absence is counted in ticks of the driver, which may have
         stalled itself.
         """
-        spool, ticks, tick_s = self.spool, dict[str, int](), NODE_LOST_S / _TICKS
+        nodes, ticks, tick_s = self.spool.nodes, dict[str, int](), NODE_LOST_S / _TICKS
         while True:
             with waiting("idle"):
                 await asyncio.sleep(tick_s)
-            were_absent = set(spool.absent)
-            if spool.other_nodes():
+            were_absent = set(nodes.absent)
+            if nodes.other_nodes():
                 with waiting("idle"):
-                    await asyncio.to_thread(spool.ping_nodes, tick_s)
-            ticks = {node: ticks.get(node, 0) + 1 for node in spool.absent}
+                    await asyncio.to_thread(nodes.ping_nodes, tick_s)
+            ticks = {node: ticks.get(node, 0) + 1 for node in nodes.absent}
             overdue = {node for node, number in ticks.items() if number >= _TICKS}
-            for node in {node for node in overdue if spool.writers[node]}:
+            for node in {node for node in overdue if nodes.writers[node]}:
                 log.warning("the reader of frames on node %s does not answer, its worker does", node)
-                await asyncio.to_thread(spool.replace_reader, node)
+                await asyncio.to_thread(nodes.replace_reader, node)
                 del ticks[node]
-            for node in overdue & ticks.keys() - spool.lost:
+            for node in overdue & ticks.keys() - nodes.lost:
                 log.error(
                     "node %s has not answered for %.0f s: finished trajectories that it has "
                     "are sampled again",
                     node,
                     NODE_LOST_S,
                 )
-                spool.give_up(node)
+                self.spool.give_up(node)
             # Where a node that is back has lost frames of groups, these are restored without its absence.
-            if were_absent or spool.absent or self.groups.restored:
+            if were_absent or nodes.absent or self.groups.restored:
                 self.groups.follow_nodes()
                 self._retries.changed.set()
 

@@ -29,6 +29,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -136,11 +137,7 @@ class JournalEntry:
         self._closed = _ClosedSegments()
         self._turns: list[TurnNote] = []
         self._epoch = 0
-        self._index = 0
-        self._written_segments = 0
-        self._written_call: OpenCall | None = None
-        self._written_open = 0
-        self._written_turns = 0
+        self._written = _Written()
 
     def begin_turn(self, start: int, max_new_tokens: int, stop: Sequence[str]) -> None:
         """Record that a turn of the policy begins."""
@@ -149,7 +146,7 @@ class JournalEntry:
     def end_turn(self, end: int, reason: Literal["stop", "length"]) -> None:
         """Record that the turn is complete."""
         self._turns[-1] = msgspec.structs.replace(self._turns[-1], end=end, reason=reason)
-        self._written_turns = min(self._written_turns, len(self._turns) - 1)
+        self._written.turns = min(self._written.turns, len(self._turns) - 1)
 
     @property
     def in_turn(self) -> bool:
@@ -226,64 +223,65 @@ class JournalEntry:
         """Return what was not written yet and count it as written; None when there is nothing."""
         if self.restored is not None:
             return self.full_record() if self.unwritten else None
-        call = self.call
-        known = self._written_open if call is self._written_call else 0
+        call, written = self.call, self._written
+        known = written.open if call is written.call else 0
         sampled = 0 if call is None else len(call.token_ids)
         known = min(known, sampled)  # fewer than before: an invalid answer was cleared
-        closed = tuple(self.segments[self._written_segments :])
-        turns = tuple(self._turns[self._written_turns :])
-        if not closed and not turns and known == sampled and known == self._written_open:
+        closed = tuple(self.segments[written.segments :])
+        turns = tuple(self._turns[written.turns :])
+        if not closed and not turns and known == sampled and known == written.open:
             return None
-        return self._write(closed, known, turns)
+        running = () if call is None else tuple(_pieces(call, known))
+        record = self._record(closed, turns, open_start=known, running=running)
+        self._written = _Written(written.index + 1, len(self.segments), call, sampled, len(self._turns))
+        return record
 
     def full_record(self) -> JournalRecord | None:
         """Return the whole state in one record that begins a new epoch; None when there is nothing yet."""
-        self._begin_epoch()
+        self._epoch += 1
+        self._written = _Written()
         if self.restored is None:
             return self.next_record()
         self.unwritten = False
-        record = JournalRecord(
-            trajectory_id=self.trajectory_id,
-            attempt=self.attempt,
-            owner_epoch=self.owner_epoch,
-            epoch=self._epoch,
-            index=0,
-            segments=(*self.segments[: self.num_inherited], *self.restored.segments),
-            open_start=0,
-            open=(),
-            first_turn=0,
-            turns=self.restored.turns,
-        )
+        segments = (*self.segments[: self.num_inherited], *self.restored.segments)
+        record = self._record(segments, self.restored.turns)
         self._epoch += 1  # for the entry's own records, which do not continue this one
         return record
 
-    def _begin_epoch(self) -> None:
-        """Let the next record begin with the whole state."""
-        self._epoch += 1
-        self._index = self._written_segments = self._written_open = self._written_turns = 0
-        self._written_call = None
-
-    def _write(
-        self, closed: tuple[Segment, ...], open_start: int, turns: tuple[TurnNote, ...]
+    def _record(
+        self,
+        segments: tuple[Segment, ...],
+        turns: tuple[TurnNote, ...],
+        *,
+        open_start: int = 0,
+        running: tuple[Sampled, ...] = (),
     ) -> JournalRecord:
-        record = JournalRecord(
+        return JournalRecord(
             trajectory_id=self.trajectory_id,
             attempt=self.attempt,
             owner_epoch=self.owner_epoch,
             epoch=self._epoch,
-            index=self._index,
-            segments=closed,
+            index=self._written.index,
+            segments=segments,
             open_start=open_start,
-            open=() if self.call is None else tuple(_pieces(self.call, open_start)),
-            first_turn=self._written_turns,
+            open=running,
+            first_turn=self._written.turns,
             turns=turns,
         )
-        self._index += 1
-        self._written_segments = len(self.segments)
-        self._written_turns = len(self._turns)
-        self._written_call = self.call
-        self._written_open = 0 if self.call is None else len(self.call.token_ids)
-        return record
+
+
+@dataclass(slots=True)
+class _Written:
+    """What an entry has written in its present epoch."""
+
+    index: int = 0
+    """The number of records."""
+    segments: int = 0
+    call: OpenCall | None = None
+    """The running call of the last record."""
+    open: int = 0
+    """The number of its tokens."""
+    turns: int = 0
 
 
 class _ClosedSegments:
@@ -326,9 +324,7 @@ class Journal:
             syncs: Whether each write reaches the disk, or the server of a network file system, before it
                 counts: processes of other nodes read the journal when this process hangs or its node is lost.
         """
-        self.directory = directory
-        self._syncs = syncs
-        self._metrics = metrics
+        self._files = _JournalFiles(directory, metrics, syncs=syncs)
         self._entries: dict[str, JournalEntry] = {}
         self._branches: defaultdict[str, set[str]] = defaultdict(set)  # ids of branch entries, by root
         self._unvisited: deque[str] = deque()  # ids of the entries that the present pass has yet to visit
@@ -341,16 +337,17 @@ class Journal:
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="journal"
         )  # its own: no write waits for others
-        self._number = 0
-        self._file: _OpenFile | None = None
-        self._next_file: _OpenFile | None = None  # of a compaction that is not complete
-        self._began_with = 0
         self._is_closed = False
+
+    @property
+    def directory(self) -> Path:
+        """The folder."""
+        return self._files.directory
 
     @property
     def nbytes(self) -> int:
         """The size of the current file."""
-        return 0 if self._file is None else self._file.nbytes
+        return self._files.nbytes
 
     def claim_trajectories(self, states: Mapping[str, JournalledTrajectory], owner_epoch: int) -> None:
         """Take over what an earlier owner left of trajectories; the next write has all of it.
@@ -422,7 +419,7 @@ class Journal:
         loop = asyncio.get_running_loop()
         for compact in (False, True):
             if not self._unvisited:
-                if compact and not self._has_grown:
+                if compact and not self._files.has_grown:
                     break
                 self._begin_pass(compact=compact)
             while not self._is_closed:
@@ -444,7 +441,7 @@ class Journal:
             self._end_pass()  # one that was cut short
         self._begin_pass(compact=False)
         self._end_pass()
-        if self._has_grown:
+        if self._files.has_grown:
             self._begin_pass(compact=True)
             self._end_pass()
 
@@ -455,15 +452,7 @@ class Journal:
         with self._lock:
             self._is_closed = True
             self._waiting.clear()
-            if self._file is not None:
-                self._file.close()
-            if self._next_file is not None:
-                self._next_file.delete()
-            self._file = self._next_file = None
-
-    @property
-    def _has_grown(self) -> bool:
-        return self.nbytes > max(_COMPACT_BYTES, _GROWTH * self._began_with)
+            self._files.close()
 
     def _begin_pass(self, *, compact: bool) -> None:
         """Begin to visit all entries once, for their changes or for the next file."""
@@ -504,12 +493,58 @@ class Journal:
             while self._waiting and not self._is_closed:
                 part = self._waiting.popleft()
                 try:
-                    self._write(part)
+                    self._files.write_slice(part)
                 except BaseException:
                     self._waiting.appendleft(part)
                     raise
 
-    def _write(self, part: _Slice) -> None:
+
+class _Slice(NamedTuple):
+    """Records that were collected in one turn of the event loop."""
+
+    records: list[JournalRecord]
+    compacts: bool
+    """Whether they belong to the next file."""
+    is_last: bool
+    """Whether they are the last ones of their pass."""
+
+
+class _JournalFiles:
+    """The current file of a journal, and the next one while a compaction is not complete."""
+
+    def __init__(self, directory: Path, metrics: Metrics | None, *, syncs: bool) -> None:
+        self.directory = directory
+        self._metrics = metrics
+        self._syncs = syncs
+        self._number = 0
+        self._file: _OpenFile | None = None
+        self._next_file: _OpenFile | None = None
+        self._began_with = 0
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the current file."""
+        return 0 if self._file is None else self._file.nbytes
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether the current file is to be compacted."""
+        return self.nbytes > max(_COMPACT_BYTES, _GROWTH * self._began_with)
+
+    def close(self) -> None:
+        """Close the current file, and delete one that is not complete."""
+        if self._file is not None:
+            self._file.close()
+        if self._next_file is not None:
+            self._next_file.delete()
+        self._file = self._next_file = None
+
+    def write_slice(self, part: _Slice) -> None:
+        """Write records, all or none of them.
+
+        Raises:
+            SpoolFull: The disk is full.
+        """
         data = encode_records(part.records)
         try:
             self._write_to_file(part, data)
@@ -554,16 +589,6 @@ class Journal:
         if not self._number:  # later, the folder is gone only if nothing in it is needed any longer
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         return _OpenFile(self.directory / f"journal-{self._number + 1:06d}")
-
-
-class _Slice(NamedTuple):
-    """Records that were collected in one turn of the event loop."""
-
-    records: list[JournalRecord]
-    compacts: bool
-    """Whether they belong to the next file."""
-    is_last: bool
-    """Whether they are the last ones of their pass."""
 
 
 class _OpenFile:

@@ -368,7 +368,7 @@ class OutstandingGroups:
         Ready groups with lost frames are in `restored` then. Those in flight go on: a later call returns them
         when they are ready.
         """
-        if lost := self.spool.lost:
+        if lost := self.spool.nodes.lost:
             for group_id in [name for name in self._ready if name not in self.claimed]:
                 stored = self.ledger.group(group_id).stored
                 if gone := {root_of(name) for name, entry in stored.items() if entry.node in lost}:

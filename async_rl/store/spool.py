@@ -33,10 +33,11 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from async_rl.codec import Frame
-from async_rl.errors import NodeUnreachable, SpoolFull
+from async_rl.errors import SpoolFull
 from async_rl.runtime.shortages import DISK_ERRORS, describe_disk_error, is_shortage
 from async_rl.store.frame_reader import FrameReader, LocalFrameReader, delete_files, folder_number
 from async_rl.store.frames import encode_completion, encode_trajectory
+from async_rl.store.spool_nodes import SpoolNodes, no_other_nodes
 from async_rl.types import Completion, StoredCompletion, StoredTrajectory, Trajectory
 
 SMALLEST_GROUP = 64 << 10
@@ -187,6 +188,8 @@ def _of_node(node: str) -> str:
 class _HeldFrame(NamedTuple):
     node: str
     nbytes: int
+    is_used: bool = False
+    """Whether its group has ended."""
 
 
 def relocated(stored: StoredTrajectory, directory: Path) -> StoredTrajectory:
@@ -195,15 +198,6 @@ def relocated(stored: StoredTrajectory, directory: Path) -> StoredTrajectory:
         return stored
     folder, name = os.path.split(stored.path)
     return msgspec.structs.replace(stored, path=f"{directory}/{os.path.basename(folder)}/{name}")
-
-
-def no_other_nodes(node: str) -> FrameReader:
-    """Reach no other node: all processes are on this one.
-
-    Raises:
-        NodeUnreachable: Always.
-    """
-    raise NodeUnreachable(f"node {node or 'of the run'} has frames, and only this node can be reached")
 
 
 class Spool(FrameStore):
@@ -239,32 +233,32 @@ class Spool(FrameStore):
         """The bytes of the largest group so far, which others may need as well."""
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._node_directory = node_directory
-        self._open_reader = open_reader
-        self._readers: dict[str, FrameReader] = {"": LocalFrameReader(directory)}
+        local: dict[str, FrameReader] = {"": LocalFrameReader(directory)}
         if node:
             here = None if node_directory is None else folder_on_node(node_directory / "any", node).parent
-            self._readers[node] = LocalFrameReader(here)
-        self._local = frozenset(self._readers)
-        self._opening = threading.Lock()
+            local[node] = LocalFrameReader(here)
+        self.nodes = SpoolNodes(local, open_reader, held=self._nodes_with_frames, keep_known=self._keep_known)
         self._lock = threading.Lock()
-        self._early: dict[str, _HeldFrame] = {}  # by path
-        self._used: dict[str, _HeldFrame] = {}
+        self._frames: dict[str, _HeldFrame] = {}  # by path
         self._used_bytes: defaultdict[str, int] = defaultdict(int)  # by node
         self._stored_bytes: dict[str, int] = {}  # by node, of all groups that ever ended
         self._discarded: list[tuple[str, str]] = []  # node, path
         self._deleting = threading.Lock()
-        self._unanswered: list[tuple[str, list[str], Callable[[], None]]] = []  # node, paths to delete, wait
         self._in_use: set[str] = set()  # names of folders of processes that may still write
-        self.absent: set[str] = set()
-        """Nodes that do not answer: a batch waits for their frames."""
-        self.lost: set[str] = set()
-        """Nodes among them that have been absent for too long: their frames are lost."""
-        self.writers = Counter[str]()
-        """By node: rollout workers that answer and store frames there."""
         self._newest = max((folder_number(path.name) for path in directory.iterdir()), default=0)
         # Made before others are removed: no number occurs twice, even if an earlier process still runs.
         own, folder = node if node_directory is not None else "", self.new_folder("driver")
         self._own = SpoolFolder(folder, own, frames=self.frame_folder(folder, own))
+
+    @property
+    def absent(self) -> set[str]:
+        """Nodes that do not answer."""
+        return self.nodes.absent
+
+    @property
+    def writers(self) -> Counter[str]:
+        """By node: rollout workers that answer and store frames there."""
+        return self.nodes.writers
 
     @property
     def used_bytes(self) -> int:
@@ -341,7 +335,7 @@ class Spool(FrameStore):
         """Keep files that another process has written."""
         with self._lock:
             for entry in stored:
-                self._early[entry.path] = _HeldFrame(entry.node, entry.nbytes)
+                self._frames.setdefault(entry.path, _HeldFrame(entry.node, entry.nbytes))
 
     def use_group(self, stored: Sequence[StoredTrajectory]) -> None:
         """Count the frames of a group that has ended as used.
@@ -360,17 +354,14 @@ class Spool(FrameStore):
                         f"exceed queue.max_bytes = {self.max_bytes}; raise it, or lower "
                         "trainer.groups_per_batch or max_staleness"
                     )
-            for entry in stored:
-                self._early.pop(entry.path, None)
             self._use(stored)
 
     def reopen_group(self, stored: Iterable[StoredTrajectory]) -> None:
         """Count the frames of a group that continues as those of one that has not ended."""
         with self._lock:
             for entry in stored:
-                if (frame := self._used.pop(entry.path, None)) is not None:
-                    self._used_bytes[frame.node] -= frame.nbytes
-                    self._early[entry.path] = frame
+                if self._remove(entry.path):
+                    self._frames[entry.path] = _HeldFrame(entry.node, entry.nbytes)
 
     def discard(self, stored: Iterable[StoredFile]) -> None:
         """Let files be deleted by the next `delete_discarded`; their bytes count as free from now on."""
@@ -382,9 +373,7 @@ class Spool(FrameStore):
     def refuse(self, stored: Iterable[StoredFile]) -> None:
         """Let files that another process has written be deleted, unless they are held."""
         with self._lock:
-            self._discarded += [
-                (e.node, e.path) for e in stored if e.path not in self._early and e.path not in self._used
-            ]
+            self._discarded += [(each.node, each.path) for each in stored if each.path not in self._frames]
 
     def delete_discarded(self, before: Callable[[], None] = lambda: None) -> None:
         """Call `before`, then delete what was discarded when it began; nothing if it raises.
@@ -398,11 +387,18 @@ class Spool(FrameStore):
             for node, path in discarded:
                 by_node[node].append(path)
             for node, paths in by_node.items():
-                if (reader := self._reader_of(node)) is not None:
-                    self._await_later(node, paths, reader.begin_delete(paths))
-            left = [each for each in discarded if each[0] in self.absent]
+                self._delete_files(node, paths)
             with self._lock:
-                self._discarded[: len(discarded)] = left
+                self._discarded[: len(discarded)] = [each for each in discarded if each[0] in self.absent]
+
+    def _delete_files(self, node: str, paths: list[str]) -> None:
+        """Let a node delete files; those that it has not deleted are discarded again, for when it is back."""
+
+        def discard_again() -> None:
+            with self._lock:
+                self._discarded += [(node, path) for path in paths]
+
+        self.nodes.ask(node, lambda reader: reader.begin_delete(paths), discard_again)
 
     def end_folder(self, folder: Path, node: str = "") -> None:
         """Delete the files of a process that has ended, except those that are held.
@@ -420,140 +416,31 @@ class Spool(FrameStore):
                 # Its folder may be removed, and the next start must not give its number again.
                 with suppress(OSError):
                     (self.directory / f"{folder_number(folder.name):06d}").touch()
-            if node and (reader := self._reader_of(node)) is not None:
-                frames = self.frame_folder(folder, node)
-                self._await_later(node, [], reader.begin_end_folder(str(frames), known))
-            self._readers[""].begin_end_folder(str(self.directory / folder.name), completions)
-
-    # -- nodes --------------------------------------------------------------------------------------------
-
-    def find_missing(self, stored: Iterable[StoredTrajectory]) -> set[str]:
-        """Return the trajectories whose frames are on nodes (`queue.spool_dir`) that have no file of them.
-
-        Raises:
-            NodeUnreachable: Such a node does not answer; the error names it.
-        """
-        by_node: defaultdict[str, dict[str, str]] = defaultdict(dict)
-        for entry in stored:
-            if entry.node:
-                by_node[entry.node][entry.path] = entry.trajectory_id
-        missing: set[str] = set()
-        for node, names in by_node.items():
-            try:
-                found = self._open(node).begin_find_missing(list(names))()
-            except NodeUnreachable as error:
-                self._forget_ended_reader(node, error)
-                error.node = node
-                raise
-            missing.update(names[path] for path in found)
-        return missing
+            if node:
+                frames = str(self.frame_folder(folder, node))
+                self.nodes.ask(node, lambda reader: reader.begin_end_folder(frames, known))
+            ours = str(self.directory / folder.name)
+            self.nodes.ask("", lambda reader: reader.begin_end_folder(ours, completions))
 
     @property
     def has_nodes(self) -> bool:
         """Whether frames are, or may be, on nodes instead of in the run's folder."""
-        with self._lock:
-            return self._node_directory is not None or any(
-                frame.node for frames in (self._early, self._used) for frame in frames.values()
-            )
-
-    def other_nodes(self) -> set[str]:
-        """Return the other nodes that have frames, or are absent."""
-        with self._lock:
-            held = {frame.node for frames in (self._early, self._used) for frame in frames.values()}
-            asked = {node for node, _, _ in self._unanswered}
-        return (held | asked | self.absent) - self._local
-
-    def _await_later(self, node: str, paths: list[str], wait: Callable[[], None]) -> None:
-        """Let `ping_nodes` wait for what another node was asked to delete."""
-        if node not in self._local:
-            with self._lock:
-                self._unanswered.append((node, paths, wait))
-
-    def ping_nodes(self, limit_s: float) -> None:
-        """Ask the other nodes for an answer within a time, and update `absent` and `lost`."""
-        for node, failure in self._ping(self.other_nodes(), limit_s):
-            if node in self.absent and failure is None:
-                self._keep_only_known(self._open(node), node)  # processes there may have ended meanwhile
-                self.absent.discard(node)
-                self.lost.discard(node)
-        with self._lock:
-            unanswered, self._unanswered = self._unanswered, []
-        for node, paths, wait in unanswered:
-            if node not in self.absent:
-                try:
-                    wait()
-                    continue
-                except NodeUnreachable:
-                    self.absent.add(node)
-            with self._lock:  # once the node is back
-                self._discarded += [(node, path) for path in paths]
-
-    def replace_reader(self, node: str) -> None:
-        """End the reader of a node that does not answer; the next `ping_nodes` starts another one."""
-        with self._opening:
-            reader = self._readers.pop(node, None)
-        if reader is not None:
-            reader.end()
-        self.lost.discard(node)  # what is stored there from now on waits for the next reader
+        return self._node_directory is not None or any(self._nodes_with_frames())
 
     def give_up(self, node: str) -> None:
         """Take a node that is absent for lost."""
-        self.lost.add(node)
+        self.nodes.lost.add(node)
         self._stored_bytes.pop(node, None)  # nothing more is stored there
 
-    def _ping(self, nodes: Iterable[str], limit_s: float) -> list[tuple[str, NodeUnreachable | None]]:
-        """Ask nodes at the same time; one that does not answer is absent from now on."""
-        waits: list[tuple[str, Callable[[], None]]] = []
-        failures: list[tuple[str, NodeUnreachable | None]] = []
-        for node in sorted(nodes):
-            try:
-                waits.append((node, self._open(node).begin_ping(limit_s)))
-            except NodeUnreachable as error:
-                failures.append((node, error))
-        for node, wait in waits:
-            try:
-                wait()
-                failures.append((node, None))
-            except NodeUnreachable as error:
-                failures.append((node, error))
-        for node, failure in failures:
-            if failure is not None:
-                self.absent.add(node)
-                self._forget_ended_reader(node, failure)
-        return failures
+    def _nodes_with_frames(self) -> set[str]:
+        with self._lock:
+            return {frame.node for frame in self._frames.values()}
 
-    def _forget_ended_reader(self, node: str, failure: NodeUnreachable) -> None:
-        """Let another reader start at the next request if the one of a node has ended."""
-        if failure.reader_has_ended:
-            with self._opening:
-                self._readers.pop(node, None)
-
-    def _open(self, node: str) -> FrameReader:
-        """Return the reader of a node. Its first one deletes there what is not known any more.
-
-        Raises:
-            NodeUnreachable: It cannot be started.
-        """
-        with self._opening:
-            if (reader := self._readers.get(node)) is None:
-                reader = self._readers[node] = self._open_reader(node)
-                self._keep_only_known(reader, node)
-        return reader
-
-    def _keep_only_known(self, reader: FrameReader, node: str) -> None:
+    def _keep_known(self, reader: FrameReader, node: str) -> Callable[[], None]:
+        """Let a node delete what is not known any more."""
         with self._lock:
             known, in_use, newest = self._known(node), set(self._in_use), self._newest
-        self._await_later(node, [], reader.begin_keep_only(known, in_use, newest))
-
-    def _reader_of(self, node: str) -> FrameReader | None:
-        """Return the reader of a node; None while it is absent. When it is back, `_open` deletes there."""
-        if node in self.absent:
-            return None
-        try:
-            return self._open(node)
-        except NodeUnreachable:
-            self.absent.add(node)
-            return None
+        return reader.begin_keep_only(known, in_use, newest)
 
     # -- restart ------------------------------------------------------------------------------------------
 
@@ -572,28 +459,27 @@ class Spool(FrameStore):
         with self._lock:
             for group in used:
                 self._use(group)
-            known, in_use, newest = {*self._early, *self._used}, set(self._in_use), self._newest
-        for node in self._local:
-            self._readers[node].begin_keep_only(known, in_use, newest)
+            known, in_use, newest = set(self._frames), set(self._in_use), self._newest
+        for node in self.nodes.local:
+            self.nodes.ask(node, lambda reader: reader.begin_keep_only(known, in_use, newest))
 
     def _use(self, stored: Sequence[StoredTrajectory]) -> None:
         self.largest_group = max(self.largest_group, sum(entry.nbytes for entry in stored))
         for entry in stored:
-            self._used[entry.path] = _HeldFrame(entry.node, entry.nbytes)
+            self._frames[entry.path] = _HeldFrame(entry.node, entry.nbytes, is_used=True)
             self._used_bytes[entry.node] += entry.nbytes
             self._stored_bytes[entry.node] = self._stored_bytes.get(entry.node, 0) + entry.nbytes
 
     def _known(self, node: str) -> set[str]:
-        held = (self._early.items(), self._used.items())
-        known = {path for frames in held for path, frame in frames if frame.node == node}
+        known = {path for path, frame in self._frames.items() if frame.node == node}
         return known | {path for where, path in self._discarded if where == node}
 
     def _remove(self, path: str) -> bool:
         """Stop counting a frame; return whether it was counted."""
-        if (frame := self._used.pop(path, None)) is not None:
+        frame = self._frames.pop(path, None)
+        if frame is not None and frame.is_used:
             self._used_bytes[frame.node] -= frame.nbytes
-            return True
-        return self._early.pop(path, None) is not None
+        return frame is not None
 
 
 class AnswerFolder(FrameStore):

@@ -264,7 +264,7 @@ class TrajectoryQueue:
         if not flaws:
             return packed
         flawed = [each for each in batch.trajectories if each.trajectory_id in flaws]
-        missing = await asyncio.to_thread(self.groups.spool.find_missing, flawed)
+        missing = await asyncio.to_thread(self.groups.spool.nodes.find_missing, flawed)
         groups = dict(zip(batch.trajectory_ids, (batch.group_ids[i] for i in batch.group_index), strict=True))
         unusable: dict[str, str] = {}
         lost: dict[str, set[str]] = {}

@@ -16,7 +16,7 @@ from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
 from async_rl.store.batching import read_trajectories
 from async_rl.store.frames import find_flaws
-from async_rl.store.spool import no_other_nodes
+from async_rl.store.spool_nodes import no_other_nodes
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
 from verification.simulation.breakable_engine import BreakableEngine

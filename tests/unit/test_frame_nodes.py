@@ -77,7 +77,7 @@ class Nodes:
 
     def lose(self) -> None:
         self.nodes.lose(NODE, [self.disks / NODE])
-        self.spool.ping_nodes(1.0)
+        self.spool.nodes.ping_nodes(1.0)
         for node in self.spool.absent:
             self.spool.give_up(node)
 
@@ -108,15 +108,15 @@ def test_completions_are_in_the_folder_of_the_run_until_they_are_scored(nodes: N
 def test_what_a_node_did_not_confirm_to_have_deleted_is_deleted_when_it_is_back(nodes: Nodes) -> None:
     stored = nodes.store("reported")
     nodes.worker.store_tree([make_trajectory("unreported")])
-    nodes.spool.ping_nodes(1.0)
+    nodes.spool.nodes.ping_nodes(1.0)
     nodes.stay_away()  # which nothing has noticed yet
     nodes.spool.discard(stored)
     nodes.spool.delete_discarded()
     nodes.spool.end_folder(nodes.worker.directory, NODE)
     nodes.now_s = 20.0
-    nodes.spool.ping_nodes(1.0)  # it is back, and has answered neither
+    nodes.spool.nodes.ping_nodes(1.0)  # it is back, and has answered neither
     assert (nodes.files(), nodes.spool.absent) == (["reported", "unreported"], {NODE})
-    nodes.spool.ping_nodes(1.0)
+    nodes.spool.nodes.ping_nodes(1.0)
     nodes.spool.delete_discarded()
     assert nodes.files() == []
 
@@ -127,19 +127,19 @@ def test_a_restart_deletes_on_other_nodes_what_the_ledger_does_not_name(nodes: N
     again.store("new")
     again.spool.recover_frames([kept], [])
     assert again.files() == ["kept", "new", "orphan"]  # nothing was asked of the node yet
-    again.spool.ping_nodes(1.0)
+    again.spool.nodes.ping_nodes(1.0)
     assert again.files() == ["kept", "new"]
 
 
 def test_the_driver_before_deletes_nothing_of_workers_that_have_started_since(nodes: Nodes) -> None:
     kept = nodes.store("kept")
-    nodes.spool.ping_nodes(1.0)
+    nodes.spool.nodes.ping_nodes(1.0)
     nodes.spool.absent.add(NODE)
     nodes.spool.end_folder(nodes.worker.directory, NODE)
     again = nodes.again()  # while the one before waits for the node in a thread
     again.spool.recover_frames(kept, [])
     again.store("new")
-    nodes.spool.ping_nodes(1.0)
+    nodes.spool.nodes.ping_nodes(1.0)
     assert again.files() == ["kept", "new"]
     again.store("more")
 
@@ -246,7 +246,7 @@ async def test_a_batch_waits_for_a_node_that_is_absent(opened: NodesQueue) -> No
             await asyncio.sleep(0)
         assert not taking.done()
         nodes.now_s = 20.0
-        nodes.spool.ping_nodes(1.0)
+        nodes.spool.nodes.ping_nodes(1.0)
         queue.groups.follow_nodes()
         batch = await taking
     assert batch.group_ids == ("g", "h")

@@ -116,18 +116,18 @@ def test_a_node_is_lost_when_it_has_not_answered_for_the_limit(
     (stored,) = SpoolFolder(tmp_path / "disk" / "a", "a").store_tree([make_trajectory("t")])
     recovered.spool.hold([stored])
     recovered.spool.writers["a"] = 0 if worker_ends is None else 1
-    replace_reader, replaced = recovered.spool.replace_reader, list[str]()
+    replace_reader, replaced = recovered.spool.nodes.replace_reader, list[str]()
 
     def note(node: str) -> None:
         replaced.append(node)
         replace_reader(node)
 
-    monkeypatch.setattr(recovered.spool, "replace_reader", note)
+    monkeypatch.setattr(recovered.spool.nodes, "replace_reader", note)
     lost_after: list[int] = []
 
     async def sleep(delay_s: float) -> None:
         assert delay_s == 2.0
-        lost_after.append(len(recovered.spool.lost))
+        lost_after.append(len(recovered.spool.nodes.lost))
         if len(lost_after) == worker_ends:
             recovered.spool.writers["a"] -= 1
         if len(lost_after) == 24:
