@@ -63,7 +63,7 @@ DENSE = {
         path, "llama", std=0.3, head_dim=24, tie_word_embeddings=True
     ),
     "qwen2": lambda path: build_tiny_dense(path, "qwen2", std=0.3),
-    "qwen2, tied": lambda path: build_tiny_dense(path, "qwen2", std=0.3, tie_word_embeddings=True),
+    "tied qwen2": lambda path: build_tiny_dense(path, "qwen2", std=0.3, tie_word_embeddings=True),
     "qwen3": lambda path: build_tiny_dense(path, "qwen3", std=0.3, head_dim=16),
 }
 
@@ -149,7 +149,7 @@ def test_log_probs_and_weights_are_hugging_faces_when_the_model_is_float32(folde
 
 def test_a_tied_model_leaves_nothing_behind_for_one_that_is_not(folder):
     """The bridge notes ties in tables that all models of a class would share."""
-    for name, lm_head in (("qwen2, tied", False), ("qwen2", True)):
+    for name, lm_head in (("tied qwen2", False), ("qwen2", True)):
         with started(trainer_config(folder(name), replay=False)) as worker:
             names = [spec.name for bucket in worker.plan_buckets(1 << 20) for spec in bucket]
         assert ("lm_head.weight" in names) == lm_head
@@ -257,8 +257,8 @@ LAYOUTS = {
     "glm4_moe: expert": {"ep": 2},
     "glm4_moe: pipeline, a dense layer first": {"pp": 2, "first_stage_layers": 1},
     "kimi_k2: tensor and expert": {"tp": 2, "ep": 2},
-    "qwen2, tied: tensor": {"tp": 2},
-    "qwen2, tied: pipeline": {"pp": 2},
+    "tied qwen2: tensor": {"tp": 2},
+    "tied qwen2: pipeline": {"pp": 2},
 }
 
 
@@ -294,7 +294,7 @@ def laid_out(tmp_path_factory):
     build_tiny_deepseek_v3(out / "deepseek_v3", num_layers=4)
     build_tiny_glm4_moe(out / "glm4_moe")
     build_tiny_kimi_k2(out / "kimi_k2")
-    build_tiny_dense(out / "qwen2, tied", "qwen2", tie_word_embeddings=True)
+    build_tiny_dense(out / "tied qwen2", "qwen2", tie_word_embeddings=True)
     models = {name.split(": ")[0]: name for name in LAYOUTS}
     alone = {model: step_in(laid_out_config(out, name)) for model, name in models.items()}
     return alone, run_ranks(run_rank, out)
