@@ -21,20 +21,6 @@ from msgspec import Meta, Raw
 
 from async_rl.runtime.untrusted_json import UNREADABLE
 
-_SAMPLING: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "seed",
-    "reasoning_effort",
-)
-"""Parameters that change the sampling distribution; log-probs would not be those of the trained policy."""
-
 _NEUTRAL: Final[Mapping[str, Sequence[Any]]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -110,7 +96,22 @@ class _NamedTool(msgspec.Struct, frozen=True):
     """A `tool_choice` that is an object."""
 
 
-class _RequestBody(msgspec.Struct, frozen=True):
+class _Sampling(msgspec.Struct, frozen=True):
+    """Parameters that change what is sampled: log-probs would not be those of the trained policy."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Raw = _ABSENT
+    seed: int | None = None
+    reasoning_effort: str | None = None
+
+
+class _RequestBody(_Sampling, frozen=True):
     """The fields of a request that are read; others are ignored."""
 
     model: str | None = None
@@ -131,16 +132,6 @@ class _RequestBody(msgspec.Struct, frozen=True):
     audio: Raw = _ABSENT
     functions: Raw = _ABSENT
     function_call: Raw = _ABSENT
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Raw = _ABSENT
-    seed: int | None = None
-    reasoning_effort: str | None = None
 
 
 _BODY: Final = msgspec.json.Decoder(_RequestBody)
@@ -468,7 +459,7 @@ def _refuse_unsupported(raw: _RequestBody) -> None:
 
 def _unsupported(raw: _RequestBody, free: _FreeJson, model: str) -> dict[str, Any]:
     """Return the parameters that have no effect here, without those that would have none anywhere."""
-    given = {name: getattr(raw, name) for name in _SAMPLING}
+    given = {name: getattr(raw, name) for name in _Sampling.__struct_fields__}
     given["logit_bias"] = free.decode_valid(raw.logit_bias, "logit_bias")
     found = {n: v for n, v in given.items() if v is not None and v not in _NEUTRAL.get(n, ())}
     if raw.tool_choice not in (None, "auto", "none"):

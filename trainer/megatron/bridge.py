@@ -44,10 +44,10 @@ _REPLICATED = ("linear_q_down_proj.weight", "linear_kv_down_proj.weight")
 class _TransformerEngineNames:
     """Presents a model under the parameter names of the TransformerEngine spec, as far as mbridge uses it.
 
-    Weights with adapters are presented with the adapters merged into them, or without them.
+    Weights with adapters are presented with the adapters merged into them.
     """
 
-    def __init__(self, model: torch.nn.Module, *, merged: bool = True) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.decoder = model.decoder
         state = {
             name: value
@@ -61,7 +61,7 @@ class _TransformerEngineNames:
         }
         self._state = {self._names[name]: value for name, value in state.items()}
         self._parameters = [(self._names[n], p) for n, p in model.named_parameters() if not is_of_adapter(n)]
-        self._adapted = {id(each.weight): each for each in adapted_weights([model])} if merged else {}
+        self._adapted = {id(each.weight): each for each in adapted_weights([model])}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return self._state
@@ -139,17 +139,15 @@ class HFBridge:
         self.mbridge.load_weights(_views(models), str(self.path))
 
     @torch.no_grad()
-    def export_hf(
-        self, models: list[torch.nn.Module], *, merged: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def export_hf(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor under its Hugging Face name, gathered from all model-parallel ranks.
 
-        Adapters are merged into the weights, unless `merged` is False. All ranks must exhaust the iterator,
-        because gathering is collective. A tensor may be a view of a parameter. Of tied embeddings it yields
-        the one of the first stage.
+        Adapters are merged into the weights. All ranks must exhaust the iterator, because gathering is
+        collective. A tensor may be a view of a parameter. Of tied embeddings it yields the one of the first
+        stage.
         """
         names = set[str]()
-        for name, tensor in self.mbridge.export_weights(_views(models, merged=merged)):
+        for name, tensor in self.mbridge.export_weights(_views(models)):
             if name not in names:
                 names.add(name)
                 yield name, tensor
@@ -218,8 +216,8 @@ class HFBridge:
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _views(models: list[torch.nn.Module], *, merged: bool = True) -> list[_TransformerEngineNames]:
-    return [_TransformerEngineNames(unwrap_model(model), merged=merged) for model in models]
+def _views(models: list[torch.nn.Module]) -> list[_TransformerEngineNames]:
+    return [_TransformerEngineNames(unwrap_model(model)) for model in models]
 
 
 class _ShardWriter:
