@@ -469,16 +469,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False, dict=True,
             ]
         )
 
-    @property
-    def oldest_weight_version(self) -> int | None:
-        """The smallest version among its own sampled tokens, or None when nothing was sampled."""
-        return min((s.weight_version for s in self.sampled if len(s.token_ids)), default=None)
-
-    @property
-    def newest_weight_version(self) -> int | None:
-        """The largest version among its own sampled tokens, or None when nothing was sampled."""
-        return max((s.weight_version for s in self.sampled if len(s.token_ids)), default=None)
-
 
 class TokenSpan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Consecutive tokens of a trajectory that have the same origin."""

@@ -18,7 +18,7 @@ from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, InterruptMo
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import AlignmentError, EngineError, PromptTooLong
 from async_rl.planning.virtual_time import run_virtual
-from async_rl.types import NEVER_COMPUTED, RoutingTrace, Trajectory, VersionSpan
+from async_rl.types import NEVER_COMPUTED, RoutingTrace, StoredTrajectory, Trajectory, VersionSpan
 from tests.support.sessions import FACTS, Bench, row_versions
 from tests.support.trajectories import verify
 
@@ -240,7 +240,7 @@ def test_rows_are_one_less_than_tokens_and_true_or_flagged(world: World) -> None
     # Versions partition the sampled tokens, and age goes by the oldest of them.
     sampled = trajectory.weight_versions[trajectory.response_mask]
     assert (sampled >= 0).all()
-    assert trajectory.oldest_weight_version == (sampled.min() if len(sampled) else None)
+    assert StoredTrajectory.of(trajectory).oldest_weight_version == (sampled.min() if len(sampled) else None)
 
 
 @pytest.mark.case(15)

@@ -13,7 +13,7 @@ import pytest
 from async_rl.config import SimulatedEngines
 from async_rl.engine_protocol import Chunk, EngineFacts, Finish, GenerateRequest, Retraction
 from async_rl.errors import AlignmentError, EngineBusy, EngineError, LocalShortage
-from async_rl.types import Context, Sampled, Trajectory, VersionSpan
+from async_rl.types import Context, Sampled, StoredTrajectory, Trajectory, VersionSpan
 from tests.support.scripted import Script, ScriptedEngine, sampled
 from tests.support.sessions import FACTS, PROMPT, Bench, Watched, row_versions, rows_under, simulated
 from tests.support.trajectories import verify
@@ -149,7 +149,7 @@ async def test_rows_are_of_the_version_that_first_fed_them_when_spliced() -> Non
     for segment in others:
         versions += [segment.weight_version] * len(segment.token_ids)
     assert_whole(trajectory, versions)
-    assert trajectory.oldest_weight_version == 0
+    assert StoredTrajectory.of(trajectory).oldest_weight_version == 0
 
 
 @pytest.mark.case(10, 12)
@@ -369,7 +369,7 @@ async def test_the_versions_of_rows_are_those_of_tokens_when_an_engine_does_not_
     await bench.session.generate()
     trajectory = await bench.finish()
     assert row_versions(trajectory.trace) == [0] * (PROMPT + 1) + [1] * 3
-    assert trajectory.oldest_weight_version == 0
+    assert StoredTrajectory.of(trajectory).oldest_weight_version == 0
 
 
 # -- retractions ----------------------------------------------------------------------------------------
