@@ -1,9 +1,14 @@
-"""Builds what a trainer's incarnation consists of, from the parts that outlast it and the run's folder."""
+"""One incarnation of the trainer: what it consists of, and its way from the first step to the last.
+
+`build_incarnation` builds it from the parts that outlast it and the run's folder.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +18,12 @@ from async_rl.evaluation import service as evaluation_service
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.metrics import Metrics
+from async_rl.observability.page.view import TRAINING
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.run.captures import Captures
-from async_rl.run.checkpoints import Checkpoints
+from async_rl.run.checkpoints import Checkpoints, can_write_after
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices
 from async_rl.run.inputs import RunInputs
@@ -25,10 +31,14 @@ from async_rl.run.recovery import RecoveredState, RestoredProgress, restore_prog
 from async_rl.run.run_log import RunLogger
 from async_rl.run.train_loop import TrainLoop, choose_train_loop
 from async_rl.run.trainer_restarts import TrainerHandle
+from async_rl.runtime.supervision import cut_by
+from async_rl.runtime.waits import waiting
 from async_rl.store.journal_folders import OtherNodes
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.checksums import ChecksumComparison
 from async_rl.weights.weight_sync import WeightSync
+
+log = logging.getLogger(__name__)
 
 
 class RunParts(NamedTuple):
@@ -52,10 +62,17 @@ class RunParts(NamedTuple):
     checksums: ChecksumComparison
     """Kept when the trainer is restarted: engines may have other weights than its first ones then."""
 
+    def until_cut(self, generation: int) -> AbstractAsyncContextManager[object]:
+        """Let a signal that ends a start end the block, too; the start of later trainers is not cut."""
+        return cut_by(self.stop) if generation == 0 else nullcontext()
+
 
 class Incarnation(NamedTuple):
     """The components that are built anew each time the trainer starts."""
 
+    run: RunParts
+    generation: int
+    """How many trainers failed before in this process."""
     trainer: Trainer
     sync: WeightSync
     recovered: RecoveredState
@@ -63,6 +80,70 @@ class Incarnation(NamedTuple):
     checkpoints: Checkpoints
     loop: TrainLoop
     evaluation: EvaluationService | None
+
+    @property
+    def evaluations(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """The loop that evaluates, if the config asks for it."""
+        return {} if self.evaluation is None else {"evaluation": self.evaluation.run_evaluations}
+
+    async def train_to_end(self) -> float:
+        """Train to the end, drain, save and export; return the time at which the last step ended."""
+        run, loop, devices = self.run, self.loop, self.run.devices
+        run.run_log.enter_phase("bringing engines to the trainer's weights")
+        with waiting("weight update", str(loop.step)):
+            path = Path(run.config.model.path) if loop.step == 0 else None
+            async with run.until_cut(self.generation):
+                await devices.start_engines(self.sync, self.trainer, loop.step, path)
+        run.run_log.begin_training(loop.step)
+        run.run_log.enter_phase(TRAINING)
+        await loop.run()
+        if self.evaluation is not None and not run.stop.is_set():
+            run.run_log.enter_phase("evaluating the last version")
+            await self.evaluation.finish_evaluations(loop.step)
+        if run.stop.is_set():
+            run.run_log.enter_phase("draining")
+            await self._drain()
+        ended_s = run.clock()
+        run.run_log.enter_phase("writing the checkpoint and the Hugging Face export")
+        self.recovered.queue.stop()
+        await devices.hand_to_trainer(self.trainer)
+        await self.checkpoints.write_last_checkpoint(loop.step)
+        with waiting("export"):
+            await self.trainer.publish(str(run.directory / "hf"), loop.step)
+        await self.sync.close()
+        await self.trainer.close()
+        return ended_s
+
+    async def stop_when_asked(self) -> None:
+        """Start no new work after the first signal; never returns."""
+        await self.run.stop.wait()
+        drain_s = self.run.config.run.drain_s
+        log.info("stopping: no new work; running trajectories have run.drain_s = %s", drain_s)
+        self.run.run_log.enter_phase("stopping: running work ends, then a checkpoint is written")
+        self.recovered.queue.stop()
+        if self.evaluation is not None:
+            self.evaluation.cancel_evaluations()
+        await asyncio.Future()
+
+    async def _drain(self) -> None:
+        """Let running trajectories finish for up to `run.drain_s`."""
+        try:
+            async with asyncio.timeout(self.run.config.run.drain_s), waiting("drain"):
+                await self.manager.drained.wait()
+        except TimeoutError:
+            log.warning("some trajectories still run after run.drain_s; they continue when the run resumes")
+
+    async def save_before_error(self, error: BaseException, *, trainer_failed: bool) -> None:
+        """Write a checkpoint of the last step before the run ends with an error, if the trainer still can.
+
+        Steps since the last checkpoint are lost only if the trainer itself failed.
+        """
+        loop = self.loop
+        lost = loop.unsettled or trainer_failed or not can_write_after(error)
+        if loop.step > self.checkpoints.step and not lost:
+            self.run.run_log.enter_phase("writing a checkpoint before the run ends with an error")
+            await self.run.devices.hand_to_trainer(self.trainer)
+            await self.checkpoints.write_last_checkpoint(loop.step)
 
 
 async def restore(run: RunParts, step: int) -> RestoredProgress:
@@ -156,7 +237,7 @@ def build_incarnation(
         config, run.stop, trainer, queue, sync, run.devices, checkpoints, captures, run.run_log
     )
     evaluation = _evaluation(run, sync, context, step) if inputs.validation else None
-    return Incarnation(trainer, sync, recovered, manager, checkpoints, loop, evaluation)
+    return Incarnation(run, generation, trainer, sync, recovered, manager, checkpoints, loop, evaluation)
 
 
 def _weight_sync(run: RunParts, trainer: Trainer, generation: int) -> WeightSync:

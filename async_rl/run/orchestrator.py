@@ -22,20 +22,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 from async_rl.config import Config
 from async_rl.errors import StallError, TrainerError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.page.view import TRAINING
 from async_rl.observability.records import Summary
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.rollout.manager import RolloutManager
-from async_rl.run.checkpoints import can_write_after
 from async_rl.run.cluster import Cluster
 from async_rl.run.doctor import Doctor
 from async_rl.run.incarnation import Incarnation, RunParts, build_incarnation, restore
@@ -45,12 +41,10 @@ from async_rl.run.run_engines import RunEngines
 from async_rl.run.run_log import RunLogger
 from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
 from async_rl.runtime.shortages import wait_for_files
-from async_rl.runtime.supervision import Nursery, cut_by, first_error, observer, services
-from async_rl.runtime.waits import Waits, acting, waiting
+from async_rl.runtime.supervision import cut_by, first_error, observer, services
+from async_rl.runtime.waits import Waits, acting
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.weights.checksums import ChecksumComparison
-
-log = logging.getLogger(__name__)
 
 
 class Orchestrator:
@@ -149,7 +143,7 @@ class Orchestrator:
             AsyncRLError: The error of the service that failed, inside an exception group.
         """
         async with cut_by(self._parts.stop), services(doctor=self._watching_doctor):
-            trainer_handle = await self._start_engines_and_trainer()
+            trainer_handle = await self._trainer_restarts.start_first_trainer(self._engines)
         if self._parts.inputs.validation:
             self._engines.reserve_for_evaluation()
         failed_checkpoints = 0
@@ -157,14 +151,15 @@ class Orchestrator:
             # A restarted trainer continues from its checkpoint exactly as a new process does: the components
             # that depend on its step are rebuilt from the run's folder, and the engines get its weights.
             await wait_for_files(self._parts.directory / "spool")
-            async with self._start_can_be_cut(), services(doctor=self._watching_doctor):
+            generation = self._trainer_restarts.failures
+            async with self._parts.until_cut(generation), services(doctor=self._watching_doctor):
                 progress = await restore(self._parts, trainer_handle.step)
             await wait_for_files(self._parts.directory / "spool")
             incarnation = self._incarnation = build_incarnation(
                 self._parts,
                 trainer_handle,
                 progress,
-                generation=self._trainer_restarts.failures,
+                generation=generation,
                 failed_checkpoints=failed_checkpoints,
             )
             queue = incarnation.recovered.queue
@@ -182,48 +177,28 @@ class Orchestrator:
     def _watching_doctor(self) -> Callable[[], Awaitable[None]]:
         return observer(self.doctor.run_checks, ends_run_with=(StallError,))
 
-    def _start_can_be_cut(self) -> AbstractAsyncContextManager[object]:
-        """Let a signal that ends a start end the block, too."""
-        return cut_by(self._parts.stop) if self._trainer_restarts.failures == 0 else nullcontext()
-
-    # -- one incarnation of the trainer ------------------------------------------------------------------
-
     async def _run_incarnation(self, incarnation: Incarnation) -> float | TrainerHandle:
         """Run until the end, or until the trainer has failed and has been restarted from its checkpoint.
 
         Returns:
             The time on the clock at which the last step ended, or the restarted trainer.
         """
-        queue, loop, checkpoints = incarnation.recovered.queue, incarnation.loop, incarnation.checkpoints
-        evaluation = incarnation.evaluation
-        evaluating = {} if evaluation is None else {"evaluation": evaluation.run_evaluations}
         trainer_failed = False
-
-        async def stopper() -> None:
-            await self._parts.stop.wait()
-            log.info(
-                "stopping: no new work; running trajectories have run.drain_s = %s",
-                self._parts.config.run.drain_s,
-            )
-            self.run_log.enter_phase("stopping: running work ends, then a checkpoint is written")
-            queue.stop()
-            if evaluation is not None:
-                evaluation.cancel_evaluations()
-            await asyncio.Future()
-
         try:
             async with services(
                 rollouts=incarnation.manager.run,
                 **self._engines.services,
-                stopper=stopper,
+                stopper=incarnation.stop_when_asked,
                 doctor=self._watching_doctor,
                 live_status=observer(self.live_status.update_gauges),
                 **incarnation.recovered.services,
             ):
                 try:
-                    async with services(repair=self._engines.repair.repair_engines, **evaluating):
+                    async with services(
+                        repair=self._engines.repair.repair_engines, **incarnation.evaluations
+                    ):
                         with acting("train loop"):
-                            return await self._train_and_save(incarnation)
+                            return await incarnation.train_to_end()
                 except ExceptionGroup as group:
                     cause = first_error(group)
                     if not isinstance(cause, TrainerError) or not cause.restartable:
@@ -232,69 +207,8 @@ class Orchestrator:
                     # Meanwhile rollouts continue up to the staleness bound; the next incarnation keeps them.
                     return await self._trainer_restarts.restart_trainer(cause)
         except ExceptionGroup as group:
-            # Steps since the last checkpoint are lost only if the trainer itself failed.
-            lost = loop.unsettled or trainer_failed or not can_write_after(first_error(group))
-            if loop.step > checkpoints.step and not lost:
-                self.run_log.enter_phase("writing a checkpoint before the run ends with an error")
-                await self.devices.hand_to_trainer(incarnation.trainer)
-                await checkpoints.write_last_checkpoint(loop.step)
+            await incarnation.save_before_error(first_error(group), trainer_failed=trainer_failed)
             raise
-
-    async def _train_and_save(self, incarnation: Incarnation) -> float:
-        """Train to the end, drain, save and export; return the time at which the last step ended."""
-        trainer, sync, loop = incarnation.trainer, incarnation.sync, incarnation.loop
-        evaluation = incarnation.evaluation
-        self.run_log.enter_phase("bringing engines to the trainer's weights")
-        with waiting("weight update", str(loop.step)):
-            path = Path(self._parts.config.model.path) if loop.step == 0 else None
-            async with self._start_can_be_cut():
-                await self.devices.start_engines(sync, trainer, loop.step, path)
-        self.run_log.begin_training(loop.step)
-        self.run_log.enter_phase(TRAINING)
-        await loop.run()
-        if evaluation is not None and not self._parts.stop.is_set():
-            self.run_log.enter_phase("evaluating the last version")
-            await evaluation.finish_evaluations(loop.step)
-        if self._parts.stop.is_set():
-            self.run_log.enter_phase("draining")
-            await self._drain(incarnation.manager)
-        ended_s = self._parts.clock()
-        self.run_log.enter_phase("writing the checkpoint and the Hugging Face export")
-        incarnation.recovered.queue.stop()
-        await self.devices.hand_to_trainer(trainer)
-        await incarnation.checkpoints.write_last_checkpoint(loop.step)
-        with waiting("export"):
-            await trainer.publish(str(self._parts.directory / "hf"), loop.step)
-        await sync.close()
-        await trainer.close()
-        return ended_s
-
-    async def _drain(self, manager: RolloutManager) -> None:
-        """Let running trajectories finish for up to `run.drain_s`."""
-        try:
-            async with asyncio.timeout(self._parts.config.run.drain_s), waiting("drain"):
-                await manager.drained.wait()
-        except TimeoutError:
-            log.warning("some trajectories still run after run.drain_s; they continue when the run resumes")
-
-    # -- engines and trainer ---------------------------------------------------------------------------
-
-    async def _start_engines_and_trainer(self) -> TrainerHandle:
-        """Start engines and trainer at the same time, or one after the other on shared devices."""
-        if self.devices.shared:
-            for frozen in self._engines.frozen:
-                await frozen.start_engines()
-            await self._engines.start_engines()
-            await self.devices.clear_devices()
-            return await self._trainer_restarts.start_trainer()
-        # Groups of ranks want nodes of their own; engines take what is left.
-        await self._parts.cluster.place_trainer()
-        async with Nursery() as nursery:
-            for frozen in self._engines.frozen:
-                nursery.start_task(f"engines of {frozen.name}", frozen.start_engines())
-            nursery.start_task("engines", self._engines.start_engines())
-            starting_trainer = nursery.start_task("trainer", self._trainer_restarts.start_trainer())
-        return starting_trainer.result()
 
     async def _forget_engine(self, engine_id: str) -> None:
         """End weight updates of an engine that has left."""

@@ -12,7 +12,9 @@ from async_rl.observability.metrics import Metrics
 from async_rl.run import checkpoints
 from async_rl.run.cluster import Cluster
 from async_rl.run.device_sharing import Devices
+from async_rl.run.run_engines import RunEngines
 from async_rl.run.run_log import RunLogger
+from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 
@@ -61,6 +63,28 @@ class TrainerRestarts:
         self._max_restarts = max_restarts
         self.failures = 0
         """Failures of the trainer since this driver process started."""
+
+    async def start_first_trainer(self, engines: RunEngines) -> TrainerHandle:
+        """Start engines and trainer at the same time, or one after the other on shared devices.
+
+        Raises:
+            EnvironmentNotReady: An engine or a rank does not start.
+            TrainerError: A rank fails during its setup.
+        """
+        if self._devices.shared:
+            for frozen in engines.frozen:
+                await frozen.start_engines()
+            await engines.start_engines()
+            await self._devices.clear_devices()
+            return await self.start_trainer()
+        # Groups of ranks want nodes of their own; engines take what is left.
+        await self._cluster.place_trainer()
+        async with Nursery() as nursery:
+            for frozen in engines.frozen:
+                nursery.start_task(f"engines of {frozen.name}", frozen.start_engines())
+            nursery.start_task("engines", engines.start_engines())
+            starting_trainer = nursery.start_task("trainer", self.start_trainer())
+        return starting_trainer.result()
 
     async def start_trainer(self) -> TrainerHandle:
         """Start all ranks from the newest checkpoint, and load the records of the steps before it.
