@@ -1,4 +1,4 @@
-"""The proof by numbers, small: the benchmarks of routing replay on one server, with what must hold of them.
+"""The proof by numbers, small: routing replay and merged rows on one server, with what must hold of them.
 
 The server is in float32 and the trainer in float32 or bfloat16: that another precision routes some tokens
 otherwise is the mismatch that replay is for, and equal ones show what is exact.
@@ -18,10 +18,10 @@ import torch
 from async_rl.engine_protocol import DiskUpdate, SamplingParams
 from async_rl.engines.model_facts import load_facts
 from async_rl.types import TrainBatch
-from benchmarks import replace_vs_splice as merging
 from benchmarks import routing_replay as replaying
 from benchmarks import sampling_mask
 from benchmarks.real_parts import Mismatch, build_model, make_batch, random_prompts, serving
+from tests.support import merged_rows as merging
 
 pytestmark = [
     pytest.mark.real,
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::megatron"),
 ]
 
-SETTINGS = [merging.NEVER, merging.Setting(2, "large", "flush"), merging.Setting(2, "large", "in_place")]
+SETTINGS = [merging.NEVER, merging.Setting(2, "flush"), merging.Setting(2, "in_place")]
 
 TRUNCATED = SamplingParams(temperature=0.7, top_p=0.8, top_k=20)
 
@@ -43,7 +43,8 @@ class World:
     model: Path
     batch: TrainBatch
     """Sampled at one version."""
-    chains: dict[str, list[Path]]
+    chain: list[Path]
+    """The weights that followed each other."""
     mixed: dict[merging.Setting, list[merging.Mixed]]
     """Sampled at several, the calls interrupted while they ran."""
     sharp: Path
@@ -56,7 +57,7 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("numbers")
     model = build_model("qwen3_moe", folder / "base", seed=0, dtype=torch.bfloat16)
-    chains = {"small": [model], "large": merging.weight_chain(model, folder, "large", 3, seed=0)}
+    chain = merging.weight_chain(model, folder, 3, seed=0)
     sharp = sampling_mask.sharpen(build_model("qwen3_moe", folder / "sharp", seed=0), 3.0)
     facts = load_facts(model)
 
@@ -64,9 +65,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         async with serving(model, folder, dtype="float32") as engine:
             batch = make_batch(await replaying.sample(engine, random_prompts(32, seed=0), 48), 0, facts)
             mixed = {
-                setting: await merging.roll_out(
-                    engine, chains[setting.delta], random_prompts(6, seed=1), 48, setting
-                )
+                setting: await merging.roll_out(engine, chain, random_prompts(6, seed=1), 48, setting)
                 for setting in SETTINGS
             }
             await engine.update_weights(DiskUpdate(weight_version=0, path=str(sharp)), flush=True)
@@ -75,7 +74,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
     with ThreadPoolExecutor(1) as thread:  # a loop of its own, beside the test framework's
         batch, mixed, truncated = thread.submit(asyncio.run, roll_out()).result()
-    return World(model, batch, chains, mixed, sharp, truncated)
+    return World(model, batch, chain, mixed, sharp, truncated)
 
 
 # -- equal weights ----------------------------------------------------------------------------------------
@@ -137,19 +136,13 @@ def test_log_probs_of_truncated_sampling_are_the_engines_when_the_kept_tokens_ar
 # -- mixed weights ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def merged(world: World) -> merging.Found:
-    """Trainer in float32 against engine, by setting and merge."""
-    measured = merging.evaluate(world.chains, world.mixed, load_facts(world.model), "float32")
-    return {key: [value] for key, value in measured.items()}
-
-
 @pytest.mark.case(44)
 def test_each_merge_is_right_where_it_should_be_when_weights_change_under_a_trajectory(
-    world: World, merged: merging.Found
+    world: World,
 ) -> None:
+    merged = merging.evaluate(world.chain, world.mixed, load_facts(world.model), "float32")
     for setting in SETTINGS:
-        off, replaced, spliced, oracle = (merged[setting, merge][0] for merge in merging.MERGES)
+        off, replaced, spliced, oracle = (merged[setting, merge] for merge in merging.MERGES)
         if setting == merging.NEVER:
             assert max(m.y2 for m in (off, replaced, spliced, oracle)) < merging.EXACT
             continue
@@ -169,4 +162,3 @@ def test_each_merge_is_right_where_it_should_be_when_weights_change_under_a_traj
             assert replaced == spliced
             assert replaced.flips == 0
             assert oracle.y2 > 1e-3
-    assert not merging.violations(merged)

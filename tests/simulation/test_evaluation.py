@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agent_loops.base import AgentLoop
-from async_rl.config import Config, apply_override, parse_config
+from async_rl.config import Config
 from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
 from async_rl.engines.simulated import SimulatedEngine
@@ -27,7 +27,8 @@ from async_rl.runtime.waits import acting
 from async_rl.store.archive import FILE, ArchiveReader
 from async_rl.types import Completion, Task, Trajectory
 from tests.support.local_cluster import LocalCluster
-from tests.support.run_config import MOE
+from tests.support.ray_runs import make_run_folder
+from tests.support.run_config import MOE, config_with
 from verification.simulation.breakable_engine import Fault
 from verification.simulation.scenario import FACTS
 from verification.simulation.users import SimulatedChat
@@ -100,9 +101,7 @@ def make_config(folder: Path, *overrides: str, num_engines: int = 2, **evaluatio
         "trainer": {"groups_per_batch": 2, "checkpoint_every": 2},
         "evaluation": {"every": 2, "samples": 4, **evaluation},
     }
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree)
+    return config_with(*overrides, **tree)
 
 
 class World:
@@ -144,8 +143,7 @@ class World:
 
     async def run(self) -> Summary:
         loop = asyncio.get_running_loop()
-        for name in ("checkpoints", "logs"):
-            (self.run_dir / name).mkdir(parents=True, exist_ok=True)
+        make_run_folder(self.config)
         ids = itertools.count()
         tasks = [task(f"t{i}") for i in range(50)]
         inputs = RunInputs(tasks, SimulatedChat(), FACTS, lambda: f"{next(ids):032x}", VALIDATION)

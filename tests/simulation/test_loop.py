@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from async_rl.config import Config, apply_override, parse_config
+from async_rl.config import Config
 from async_rl.engine_protocol import Engine
 from async_rl.engines.sglang.server import free_port
 from async_rl.errors import AsyncRLError, NonFiniteLoss
@@ -21,6 +21,8 @@ from async_rl.runtime.supervision import first_error, was_stopped_at_start
 from async_rl.store.journal_folders import JournalFolders
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
+from tests.support.ray_runs import make_run_folder
+from tests.support.run_config import config_with
 
 
 def count_tokens(task: Task, completion: Completion) -> float:
@@ -80,17 +82,13 @@ def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
         },
         "trainer": {"groups_per_batch": 4, "checkpoint_every": 2},
     }
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree)
+    return config_with(*overrides, **tree)
 
 
 async def run(
     config: Config, cluster: LocalCluster, stop: asyncio.Event | None = None, **options: Any
 ) -> Summary:
-    run_dir = Path(config.run.dir) / config.run.name
-    for name in ("checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True, exist_ok=True)
+    run_dir = make_run_folder(config)
     clock = asyncio.get_running_loop().time
     return await entry.run(config, run_dir, stop or asyncio.Event(), cluster, clock=clock, **options)
 

@@ -6,9 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.cli.plan import bottleneck, coarsening, with_engines
-from async_rl.config import Config, apply_override, parse_config
+from async_rl.config import Config
 from async_rl.planning.planned_job import PlannedRun, simulate
 from async_rl.planning.workload import EndlessTasks, Workload, fluid_rate
+from tests.support.run_config import config_with
 
 SHORT = PlannedRun(versions=4, warmup=2)
 
@@ -24,9 +25,7 @@ def job(*overrides: str) -> Config:
         "routing": {"replay": "off"},
         "trainer": {"groups_per_batch": 1},
     }
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree)
+    return config_with(*overrides, **tree)
 
 
 EQUAL = Workload(

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from async_rl.config import apply_override, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedCall
@@ -36,7 +35,7 @@ from async_rl.types import Completion, Sampled, StoredTrajectory, Task, TrainBat
 from tests.support.journals import read_journals
 from tests.support.ledgers import audit_ledger
 from tests.support.local_cluster import CheckingTrainer, LocalCluster
-from tests.support.run_config import write_run
+from tests.support.run_config import config_with, write_run
 from verification.simulation.users import SimulatedChat
 
 TICK_S, TOKEN_S = 0.25, 0.05
@@ -123,9 +122,7 @@ class World:
             "queue": {"journal_s": TICK_S},
             "trainer": {"groups_per_batch": 2, "checkpoint_every": 2},
         }
-        for override in overrides:
-            apply_override(tree, override)
-        self.config = parse_config(tree)
+        self.config = config_with(*overrides, **tree)
         self.trajectories_per_step = self.config.trainer.groups_per_batch * self.config.rollout.group_size
         Scores.texts = Counter()
 

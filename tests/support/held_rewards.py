@@ -18,6 +18,7 @@ from async_rl.run import entry
 from async_rl.store.journal import Journal
 from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
+from tests.support.ray_runs import make_run_folder
 
 HOLDS = False
 """Whether rewards never come."""
@@ -45,9 +46,7 @@ async def hold(config: Config, number: int) -> None:
             print("held", flush=True)
 
     Journal.write_in_thread = write_and_tell  # type: ignore[method-assign, assignment]
-    run_dir = Path(config.run.dir) / config.run.name
-    for name in ("checkpoints", "logs"):
-        (run_dir / name).mkdir(parents=True, exist_ok=True)
+    run_dir = make_run_folder(config)
     await entry.run(config, run_dir, asyncio.Event(), LocalCluster(config))
 
 

@@ -1,4 +1,4 @@
-"""Runs under Ray: configs with real parts, folders, events to wait for, and what must hold afterwards."""
+"""Runs with real parts, most under Ray: configs, folders, events to wait for, and what holds afterwards."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from async_rl.config import Config, apply_override, parse_config
+from async_rl.config import Config
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.records import StepRecord
 from async_rl.observability.text_console import TextConsole
 from async_rl.store.ledger import Ledger
 from tests.support.ledgers import audit_ledger
+from tests.support.run_config import config_with
 
 GROUP_SIZE = 4
 
@@ -52,9 +53,7 @@ def real_config(
     }
     for name, values in sections.items():
         tree[name] = tree.get(name, {}) | dict(values)
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree)
+    return config_with(*overrides, **tree)
 
 
 def make_run_folder(config: Config) -> Path:

@@ -20,7 +20,7 @@ from async_rl.errors import ConfigError
 from async_rl.observability.metrics import Metrics
 from async_rl.run.preflight import check_config
 from async_rl.runtime.supervision import services
-from tests.support.run_config import MOE, write_run, write_weights
+from tests.support.run_config import MOE, config_with, write_run, write_weights
 from verification.simulation.simulated_models import SimulatedModel
 
 TREE: Final = {"model": {"path": "policy"}, "models": {"teacher": {"path": "big"}}}
@@ -28,9 +28,7 @@ TREE: Final = {"model": {"path": "policy"}, "models": {"teacher": {"path": "big"
 
 def config_of(*overrides: str) -> Config:
     tree: dict[str, Any] = json.loads(json.dumps(TREE))
-    for override in overrides:
-        apply_override(tree, override)
-    return parse_config(tree)
+    return config_with(*overrides, **tree)
 
 
 def engines_of(config: Config) -> SGLangEngines:

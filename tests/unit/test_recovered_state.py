@@ -15,6 +15,7 @@ from async_rl.run import recovery
 from async_rl.run.recovery import RecoveredState, restore_progress
 from async_rl.store.spool import Spool, SpoolFolder
 from async_rl.types import Group
+from tests.support.run_config import config_with
 from tests.support.small_run import small_run
 from tests.support.trajectories import make_trajectory
 from verification.simulation.scenario import FACTS
@@ -40,15 +41,14 @@ def bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return Spool(directory, max_bytes, **options)
 
     monkeypatch.setattr(recovery, "Spool", spool)
-    tree = to_builtins(small_run(0).config)
-    for override in (
+    config = config_with(
         "queue.max_bytes=2000000",
         f"queue.journal_dir={tmp_path / 'fast'}",
         f"queue.spool_dir={tmp_path / 'disk'}",
         "run.keep_trajectories=0",
-    ):
-        apply_override(tree, override)
-    recovered = recover(parse_config(tree), tmp_path)
+        **to_builtins(small_run(0).config),
+    )
+    recovered = recover(config, tmp_path)
     seen["run.keep_trajectories"] = recovered.archive
     assert recovered.journals is not None
     seen["queue.journal_dir"] = recovered.journals.base.parent.relative_to(tmp_path).name
@@ -147,9 +147,7 @@ def test_the_dispatcher_learns_of_groups_that_a_node_which_is_there_has_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the data is exhausted, so that it waits for no admission."""
-    tree = to_builtins(small_run(0).config)
-    apply_override(tree, f"queue.spool_dir={tmp_path / 'disk'}")
-    config = parse_config(tree)
+    config = config_with(f"queue.spool_dir={tmp_path / 'disk'}", **to_builtins(small_run(0).config))
     names = [f"t{number}" for number in range(config.trainer.groups_per_batch)]
     recovered = recover(config, tmp_path, node="here", flaws=dict.fromkeys(names, "does not exist"))
 

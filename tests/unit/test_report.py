@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from async_rl.cli import train
-from async_rl.config import Config, apply_override, parse_config, to_builtins
+from async_rl.config import Config, to_builtins
 from async_rl.observability.console_report import (
     RunProgress,
     derived_bounds,
@@ -176,9 +176,8 @@ def test_panel_and_summary_say_that_nothing_is_learned_when_all_rewards_are_equa
     ],
 )
 def test_the_start_says_whether_there_will_be_a_ppo_kl(change: str, words: str) -> None:
-    tree = to_builtins(config())
-    apply_override(tree, change)
-    assert re.match(words, str(derived_bounds(parse_config(tree))["ppo_kl"]))
+    changed = config_with(change, **to_builtins(config()))
+    assert re.match(words, str(derived_bounds(changed)["ppo_kl"]))
 
 
 def test_a_sparkline_is_scaled_to_its_own_range_and_leaves_gaps() -> None:
@@ -206,9 +205,7 @@ def test_a_step_shows_no_kl_that_nothing_has_measured():
     ],
 )
 def test_the_start_says_where_old_log_probs_come_from(change: str, words: str) -> None:
-    tree = to_builtins(config())
-    for override in ("trainer.loss.advantages=dr_grpo", change):
-        apply_override(tree, override)
-    text = str(derived_bounds(parse_config(tree))["old log-probs"])
+    changed = config_with("trainer.loss.advantages=dr_grpo", change, **to_builtins(config()))
+    text = str(derived_bounds(changed)["old log-probs"])
     assert words in text
     assert ("compared" in text) == ("compared" in words)

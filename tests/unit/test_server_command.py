@@ -2,14 +2,14 @@
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config import LoraConfig, apply_override, parse_config
+from async_rl.config import LoraConfig, parse_config
 from async_rl.engines.sglang.server import SGLangServer
-from tests.support.run_config import MOE
+from tests.support.run_config import MOE, config_with
 
 OPTIONS: Final = {
     "model.dtype=float32": "--dtype=float32",
@@ -27,10 +27,8 @@ OPTIONS: Final = {
 def command_of(folder: Path, *overrides: str) -> list[str]:
     """Return the command of a server with these settings, on a CPU unless they say otherwise."""
     (folder / "config.json").write_text(json.dumps(MOE))
-    tree: dict[str, Any] = {"model": {"path": str(folder)}, "engine": {"device": "cpu"}}
-    for override in overrides:
-        apply_override(tree, override)
-    return SGLangServer(parse_config(tree), index=0, log_dir=folder).command()
+    config = config_with(*overrides, model={"path": str(folder)}, engine={"device": "cpu"})
+    return SGLangServer(config, index=0, log_dir=folder).command()
 
 
 @pytest.mark.parametrize("override", OPTIONS)

@@ -1,10 +1,8 @@
 """Compares the rows of an interrupted trajectory: the newest answer's (replace) or the older ones (splice).
 
-    python benchmarks/replace_vs_splice.py [--quick] [--json FILE]
-
-Trajectories are interrupted 0, 1, 3 or 7 times at equal distances, and each time the weights change a little
-(every tensor by a share of its own standard deviation, `small` or `large`). Then the trainer, at the newest
-weights, gives its log-probs of all tokens under each way of merging the rows:
+Trajectories are interrupted at equal distances, and each time the weights change a little (every tensor by a
+share of its own standard deviation). Then the trainer, at the newest weights, gives its log-probs of all
+tokens under each way of merging the rows:
 
     tokens      prompt | y1: sampled under older weights | y2: sampled after the last interruption
     off         the trainer's own choice
@@ -17,14 +15,13 @@ With `flush` calls are aborted and the prefix cache is emptied: the engine compu
 it resumes, each segment comes from one set of weights, and the oracle is exact, 0 but for rounding. With
 `in_place` keys, values and rows of the old weights stay. No single forward pass of a trainer repeats that, so
 its oracle is not exact, and what it is above 0 is the price of the old cache. There the last answer holds the
-old rows already: both merges give the same rows, and the program checks it.
+old rows already: both merges give the same rows.
 
 Δ is trainer minus rollout log-prob. For y1 it holds the honest change of the policy too, so less is not
 better by itself; for y2, sampled with the trainer's own weights, all of it is error. Everything is the mean
-over the tokens of a seed (another model, other weights, other prompts), then over the seeds, with the half
-width of its 95% interval; `s-r` is the paired difference, splice minus replace.
+over the tokens.
 
-Calls are interrupted while they run, all prompts of a seed at a time: a run does not repeat to the token.
+Calls are interrupted while they run, all prompts at a time: a run does not repeat to the token.
 """
 
 from __future__ import annotations
@@ -32,8 +29,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,15 +38,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
-
 from async_rl import routing
 from async_rl.engine_protocol import DiskUpdate, EngineFacts
-from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.types import Context, Float32Array, Int32Array, RoutingTrace, Sampled, Trajectory
 from benchmarks import real_parts
-from benchmarks.support.tables import Row, argument_parser, report
 from tests.support.engine_calls import Call, request
 from trainer.worker import TrainerWorker
 
@@ -59,7 +50,7 @@ Cache = Literal["flush", "in_place"]
 Merge = Literal["off", "replace", "splice", "oracle"]
 MERGES: tuple[Merge, ...] = ("off", "replace", "splice", "oracle")
 
-DELTAS = {"small": 0.003, "large": 0.03}
+DELTA = 0.03
 """Change of a weight at each update, as a share of the standard deviation of its tensor."""
 
 EXACT = 1e-4
@@ -71,16 +62,10 @@ class Setting:
     """A kind and number of interruptions."""
 
     interruptions: int
-    delta: str
     cache: Cache
 
-    @property
-    def name(self) -> str:
-        """The name in tables."""
-        return f"{self.interruptions} {self.delta} {self.cache}" if self.interruptions else "0"
 
-
-NEVER = Setting(0, "small", "flush")
+NEVER = Setting(0, "flush")
 
 
 _MAX_PAUSES = 30
@@ -221,29 +206,26 @@ async def _pause_in_place(
 
 @dataclass(frozen=True)
 class Measured:
-    """One way of merging, over the trajectories of one seed. In nats; Δ is trainer minus rollout."""
+    """One way of merging, over some trajectories. In nats; Δ is trainer minus rollout."""
 
     y1: float
     """mean|Δ| of the tokens before the last interruption; nan when there was none."""
     y2: float
     """mean|Δ| of those after it."""
-    ppo_kl_bypass: float
-    """Mean of rollout minus trainer over all, as the trainer reports it where it takes the rollout log-probs
-    for the old ones. Recomputed old log-probs replay the same rows: that ppo_kl is 0 under every merge."""
     flips: float
     """`routing_flip_ratio` between the two merges, over the rows of y1; nan without an interruption."""
 
 
-def weight_chain(source: Path, folder: Path, delta: str, length: int, seed: int) -> list[Path]:
+def weight_chain(source: Path, folder: Path, length: int, seed: int) -> list[Path]:
     """`length` sets of weights, each the one before it plus noise; the first is `source`."""
     generator = torch.Generator().manual_seed(seed)
 
     def nudged(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor + DELTAS[delta] * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        return tensor + DELTA * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
     chain = [source]
     for version in range(1, length):
-        chain.append(real_parts.rewrite(chain[-1], folder / f"{delta}_{version}", nudged))
+        chain.append(real_parts.rewrite(chain[-1], folder / f"weights_{version}", nudged))
     return chain
 
 
@@ -260,30 +242,23 @@ def score(
 
 
 def evaluate(
-    chains: dict[str, list[Path]], rolled: dict[Setting, list[Mixed]], facts: EngineFacts, dtype: str
+    chain: Sequence[Path], rolled: dict[Setting, list[Mixed]], facts: EngineFacts, dtype: str
 ) -> dict[tuple[Setting, Merge], Measured]:
     """Score every trajectory under every way of merging.
 
     Args:
-        chains: The weights of each delta; all begin with the same.
+        chain: The weights.
         rolled: What was sampled with them.
         facts: Of the model.
         dtype: Of the trainer.
     """
     differences: dict[tuple[Setting, Merge, int], list[Float32Array]] = defaultdict(list)
-    for delta, chain in chains.items():
-        for version, path in enumerate(chain):
-            work = [
-                job
-                for setting, found in rolled.items()
-                if setting.delta == delta
-                for job in _jobs(setting, found, version)
-            ]
-            if work:
-                with real_parts.training(path, dtype=dtype) as worker:
-                    scores = score(worker, [trajectory for *_, trajectory in work], facts)
-                for (setting, merge, number, _), found in zip(work, scores, strict=True):
-                    differences[setting, merge, number].append(found)
+    for version, path in enumerate(chain):
+        work = [job for setting, found in rolled.items() for job in _jobs(setting, found, version)]
+        with real_parts.training(path, dtype=dtype) as worker:
+            scores = score(worker, [trajectory for *_, trajectory in work], facts)
+        for (setting, merge, number, _), found in zip(work, scores, strict=True):
+            differences[setting, merge, number].append(found)
     return {
         (setting, merge): _measured(
             setting, found, [np.concatenate(differences[setting, merge, j]) for j in range(len(found))]
@@ -314,7 +289,6 @@ def _measured(setting: Setting, rolled: Sequence[Mixed], differences: Sequence[F
     return Measured(
         y1=float(np.abs(y1).mean()) if len(y1) else math.nan,
         y2=float(np.abs(y2).mean()),
-        ppo_kl_bypass=float(-np.concatenate([y1, y2]).mean()),
         flips=_flips(rolled, cuts),
     )
 
@@ -330,98 +304,3 @@ def _flips(rolled: Sequence[Mixed], num_old: Sequence[int]) -> float:
         old.append(spliced.rows[first : first + count])
         new.append(replaced.rows[first : first + count])
     return routing.flip_ratio(np.concatenate(old), np.concatenate(new))
-
-
-# -- many seeds -------------------------------------------------------------------------------------------
-
-T_QUANTILES = {3: 4.303, 8: 2.365}
-"""The 97.5% quantile of Student's t by the number of seeds."""
-
-
-Found = dict[tuple[Setting, Merge], list[Measured]]
-"""By setting and merge, one a seed."""
-
-
-def measure(seeds: int, interruptions: Sequence[int], trajectories: int, tokens: int) -> Found:
-    """Samples and scores all seeds."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        worlds = []
-        for seed in range(seeds):
-            base = real_parts.build_model("qwen3_moe", folder / f"seed_{seed}" / "base", seed=seed)
-            length = max(interruptions) + 1
-            worlds.append({delta: weight_chain(base, base.parent, delta, length, seed) for delta in DELTAS})
-
-        ways = itertools.product(interruptions, DELTAS, ("flush", "in_place"))
-        settings = [NEVER, *(Setting(*way) for way in ways)]
-
-        async def roll_out_seed(engine: SGLangEngine, seed: int) -> dict[Setting, list[Mixed]]:
-            prompts = real_parts.random_prompts(trajectories, seed=seed)
-            return {
-                setting: await roll_out(engine, worlds[seed][setting.delta], prompts, tokens, setting)
-                for setting in settings
-            }
-
-        models = [chains["small"][0] for chains in worlds]
-        rolled = asyncio.run(real_parts.with_each(models, folder, "float32", roll_out_seed))
-        facts = load_facts(models[0])
-        found: Found = defaultdict(list)
-        for chains, of_seed in zip(worlds, rolled, strict=True):
-            for key, measured in evaluate(chains, of_seed, facts, "float32").items():
-                found[key].append(measured)
-    return dict(found)
-
-
-def violations(found: Found) -> list[str]:
-    """Return the violations of what must hold in float32."""
-    wrong = []
-    for setting in dict.fromkeys(setting for setting, _ in found):
-        values = {
-            (merge, field): [getattr(m, field) for m in found[setting, merge]]
-            for merge in MERGES
-            for field in ("y1", "y2")
-        }
-        exact = [("replace", "y2"), ("oracle", "y2"), ("oracle", "y1")] if setting.cache == "flush" else []
-        wrong += [
-            f"{setting.name}: mean|Δ| of {field} under {merge} is {max(values[merge, field]):.1e}"
-            for merge, field in exact
-            if max(values[merge, field]) > EXACT  # nan, where there is no y1, is not above
-        ]
-        same = values["replace", "y2"] == values["splice", "y2"]
-        if setting.interruptions and same == (setting.cache == "flush"):
-            wrong.append(f"{setting.name}: replace and splice {'agree' if same else 'differ'}")
-    return wrong
-
-
-# -- the program ------------------------------------------------------------------------------------------
-
-
-def table(found: Found) -> list[Row]:
-    """Return means over the seeds, with half of their 95% interval; splice - replace is paired."""
-    rows = []
-    for setting in dict.fromkeys(setting for setting, _ in found):
-        for field in ("y1", "y2", "ppo_kl_bypass"):
-            values = {m: np.array([getattr(seed, field) for seed in found[setting, m]]) for m in MERGES}
-            values["splice - replace"] = values["splice"] - values["replace"]
-            flips = np.mean([seed.flips for seed in found[setting, "replace"]])
-            rows.append(
-                {"setting": setting.name, "of": field, "flips": float(flips)}
-                | {
-                    name: [float(v.mean()), float(T_QUANTILES[len(v)] * v.std(ddof=1) / math.sqrt(len(v)))]
-                    for name, v in values.items()
-                }
-            )
-    return rows
-
-
-def main() -> int:
-    options = argument_parser(__doc__, quick="3 seeds, fewer and shorter answers").parse_args()
-    torch.set_num_threads(1)
-    seeds, interruptions, *answers = (3, (1, 3), 4, 32) if options.quick else (8, (1, 3, 7), 8, 64)
-    found = measure(seeds, interruptions, *answers)
-    title = "qwen3_moe, float32 in both programs, {} seeds x {} trajectories of {} tokens; nats, mean (± 95%)"
-    return report(table(found), title.format(seeds, *answers), options.json, violations(found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
