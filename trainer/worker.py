@@ -33,8 +33,7 @@ from async_rl.config import Config, RejectConfig, old_log_probs_reason, parse_co
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.engines.model_facts import read_config
 from async_rl.errors import CorruptFrame, InvariantError, NonFiniteLoss, TrainerError
-from async_rl.store.batching import read_trajectories
-from async_rl.store.frames import find_flaws
+from async_rl.store.frames import find_flaws, read_trajectories
 from async_rl.store.kept_batches import keep_frames, keep_result
 from async_rl.trainer_protocol import Extreme, Saved, StepResult, TrainerState
 from async_rl.types import BoolArray, Float32Array, Int64Array, TakenBatch, TrainBatch

@@ -24,8 +24,6 @@ class RunConfig(Strict, frozen=True, kw_only=True):
     refuses a folder with checkpoints; `must` requires one."""
     drain_s: NonNegativeFloat = 30.0
     """Maximum time for running trajectories to finish when the run stops, seconds."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Level of the run's log file."""
     keep_trajectories: NonNegativeInt = 1000
     """Number of newest finished trajectories that are kept for `async-rl inspect`, without routing: about 8
     bytes per token. 0 keeps none."""

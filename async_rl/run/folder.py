@@ -86,7 +86,7 @@ def run_in_folder(
         log_file = path / "logs" / "driver.log"
         where = f"; log: {log_file}" if keep_log else ""
         signals: list[signal.Signals] = []
-        with logging_to(log_file, config.run.log_level):
+        with logging_to(log_file):
             try:
                 result = asyncio.run(_until_signal(job, path, on_stop, signals))
             except asyncio.CancelledError:
@@ -316,8 +316,8 @@ def _written(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def logging_to(path: Path, level: str) -> Iterator[None]:
-    """Log our records from `level` on, and what other packages log as a warning, to a file during the block.
+def logging_to(path: Path) -> Iterator[None]:
+    """Log our records, and what other packages log as a warning, to a file during the block.
 
     Python's warnings about the user's code are logged, too; those about installed packages are not.
     """
@@ -328,7 +328,7 @@ def logging_to(path: Path, level: str) -> Iterator[None]:
     levels = root.level, ours.level
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    ours.setLevel(level.upper())
+    ours.setLevel(logging.INFO)
     logging.captureWarnings(True)
     hide_package_warnings()
     try:

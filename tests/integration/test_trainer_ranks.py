@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from async_rl.errors import AlignmentError, AsyncRLError
-from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import read_trajectories
 from async_rl.store.kept_batches import load_batch, load_result
 from async_rl.types import SamplingMask
 from async_rl.weights.buckets import size_of

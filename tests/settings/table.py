@@ -29,7 +29,6 @@ EFFECTS: Final[dict[str, str]] = {
     "run.name": "tests/unit/test_page.py::test_a_snapshot_is_the_whole_run",
     "run.dir": "tests/unit/test_sft.py::test_the_first_signal_ends_a_run_with_a_checkpoint",
     "run.resume": "tests/unit/test_train.py::test_a_folder_without_checkpoints_is_refused_when_resume_is_must",
-    "run.log_level": "tests/unit/test_sft.py::test_the_log_has_the_level_that_the_config_names",
     "run.keep_trajectories": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[run.keep_trajectories-None]",
     "rollout.agent_loop": "tests/simulation/test_stalls.py::test_an_attempt_is_made_again_when_it_hangs[rollout.agent_loop=tests.simulation.test_stalls:DreamingLoop-agent loop]",
     "rollout.agent_loop_args": "tests/unit/test_openai_agent.py::test_the_example_is_rewarded_when_the_policy_knows_its_calculator[function]",

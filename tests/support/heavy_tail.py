@@ -21,7 +21,7 @@ from async_rl.planning.workload import PlannedChat
 from async_rl.rollout.session.api import Session
 from async_rl.run.inputs import RunInputs
 from async_rl.run.orchestrator import Orchestrator
-from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import read_trajectories
 from async_rl.store.ledger import Ledger
 from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import Completion, TakenBatch, Task

@@ -14,8 +14,7 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.model_facts import load_facts
 from async_rl.errors import EngineError, TrainerError
 from async_rl.observability.records import FIGURES
-from async_rl.store.batching import read_trajectories
-from async_rl.store.frames import find_flaws
+from async_rl.store.frames import find_flaws, read_trajectories
 from async_rl.store.spool_nodes import no_other_nodes
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import TakenBatch, TrainBatch

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_rl.observability.records import FIGURES
-from async_rl.store.batching import read_trajectories
-from async_rl.store.frames import find_flaws
+from async_rl.store.frames import find_flaws, read_trajectories
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TakenBatch
 

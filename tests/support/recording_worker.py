@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from async_rl.codec import write_frame
-from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import read_trajectories
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
 from trainer.worker import TrainerWorker

@@ -12,7 +12,7 @@ import numpy as np
 from async_rl.codec import Frame
 from async_rl.engine_protocol import EngineFacts
 from async_rl.store import frames
-from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import read_trajectories
 from async_rl.store.spool import Spool
 from async_rl.types import (
     StoredRouting,

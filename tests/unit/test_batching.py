@@ -13,8 +13,7 @@ from async_rl.errors import AlignmentError, CorruptFrame
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.routing import fit, make_trace
 from async_rl.staleness import Backlog
-from async_rl.store.batching import read_trajectories
-from async_rl.store.frames import verify_frame
+from async_rl.store.frames import read_trajectories, verify_frame
 from async_rl.store.packing import Packer
 from async_rl.types import Group, Trajectory, TurnRecord
 from tests.support.stored_batches import assemble_batch, store_trajectory, taken_batch

@@ -20,8 +20,7 @@ from async_rl.config import Config, load_config
 from async_rl.config.reference import resolved_yaml
 from async_rl.errors import ConfigError
 from async_rl.run.captures import Captures, load_capture, newest_kept_step, write_capture
-from async_rl.store.batching import read_trajectories
-from async_rl.store.frames import find_flaws
+from async_rl.store.frames import find_flaws, read_trajectories
 from async_rl.store.kept_batches import keep_frames, keep_result, kept_steps, load_batch
 from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import TakenBatch

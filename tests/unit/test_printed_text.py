@@ -37,7 +37,7 @@ def test_every_control_character_is_shown_as_an_escape() -> None:
 
 def test_a_log_has_no_control_characters_and_no_forged_records(tmp_path: Path) -> None:
     path = tmp_path / "driver.log"
-    with logging_to(path, "info"):
+    with logging_to(path):
         log = logging.getLogger("async_rl.test")
         log.info("task %s\n2026-01-01 00:00:00,000 INFO async_rl.run: forged", HOSTILE)
         try:

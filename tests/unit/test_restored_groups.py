@@ -19,8 +19,7 @@ import pytest
 from async_rl.errors import InvariantError
 from async_rl.runtime.supervision import Nursery
 from async_rl.store import frames
-from async_rl.store.batching import read_trajectories
-from async_rl.store.frames import read_columns
+from async_rl.store.frames import read_columns, read_trajectories
 from async_rl.store.ledger import Ledger
 from async_rl.store.outstanding import frames_in_flight
 from async_rl.store.progress import ProgressReport

@@ -14,7 +14,7 @@ from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, SamplingPar
 from async_rl.engines.sglang.generate_call import CallAccount, encode_request
 from async_rl.errors import ConfigError, EngineError, RequestRefused
 from async_rl.run.preflight import check_temperature
-from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import read_trajectories
 from async_rl.store.journal import Journal
 from async_rl.types import SamplingMask, SamplingSettings, Trajectory, VersionSpan
 from tests.support.fake_sglang import GOOD_SERVER, FakeSGLang, event, finish

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-import logging
 import os
 import signal
 from contextlib import asynccontextmanager
@@ -315,13 +314,6 @@ def test_learning_rates_of_a_run_are_those_of_its_config(tmp_path, monkeypatch):
     assert sft(config, (), opened(ranks)) == 0
     expected = [learning_rate(step, 6, peak=8.0, warmup_steps=2, decay="linear") for step in range(6)]
     assert [rate for _, rate, _ in ranks.steps] == expected
-
-
-def test_the_log_has_the_level_that_the_config_names(tmp_path, monkeypatch):
-    ranks = RecordingRanks()
-    ranks.at_step[1] = lambda: logging.getLogger("async_rl").debug("a detail")
-    assert sft(make_run(tmp_path, monkeypatch), ["run.log_level=debug"], opened(ranks)) == 0
-    assert "a detail" in (tmp_path / "runs" / "warm" / "logs" / "driver.log").read_text()
 
 
 def test_the_ranks_run_the_worker_that_the_config_names():

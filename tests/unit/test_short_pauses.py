@@ -73,7 +73,7 @@ def test_a_job_runs_with_short_pauses(tmp_path: Path) -> None:
 
     (tmp_path / "logs").mkdir()
     counts: list[int] = []
-    config: Any = SimpleNamespace(run=SimpleNamespace(log_level="INFO"))
+    config: Any = SimpleNamespace()
     finish = lambda folder, count: counts.append(count) or 0  # noqa: E731
     before = gc.get_threshold(), sys.getswitchinterval()
     assert run_in_folder(nullcontext(tmp_path), config, job, finish=finish) == 0

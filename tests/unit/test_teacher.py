@@ -22,7 +22,7 @@ from async_rl.errors import ConfigError, RequestRefused, RolloutError
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.rollout.teacher import Teacher
 from async_rl.runtime.supervision import services
-from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import read_trajectories
 from async_rl.types import Context, Group, SamplingMask, Trajectory
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_trajectory

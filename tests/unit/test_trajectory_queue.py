@@ -19,8 +19,7 @@ from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import Waits, acting
 from async_rl.staleness import Backlog
 from async_rl.store import frames, trajectory_queue
-from async_rl.store.batching import read_trajectories
-from async_rl.store.frames import verify_frame
+from async_rl.store.frames import read_trajectories, verify_frame
 from async_rl.store.ledger import Ledger
 from async_rl.store.spool import Spool
 from async_rl.types import StoredTrajectory, TakenBatch

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from async_rl.store.batching import read_trajectories
+from async_rl.store.frames import read_trajectories
 from async_rl.trainer_protocol import StepResult, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
 from trainer.worker import TrainerWorker

@@ -16,8 +16,7 @@ from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import InvariantError, TrainerError, WeightSyncError
 from async_rl.observability.records import FIGURES
 from async_rl.runtime.files import replace_file
-from async_rl.store.batching import read_trajectories
-from async_rl.store.frames import find_flaws
+from async_rl.store.frames import find_flaws, read_trajectories
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
 from verification.diary import Entry, SetUp, saving, trained, write
