@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from async_rl.engine_protocol import Engine
 from async_rl.engines.device_memory import EmptyEngine, LoadableEngine, stop_engine
@@ -40,59 +39,34 @@ from async_rl.weights.weight_sync import SyncReport, WeightSync
 log = logging.getLogger(__name__)
 
 
-class Devices(Protocol):
-    """Where engines and trainer run, for the orchestrator and the train loop."""
+class Devices:
+    """Where engines and trainer run. These have devices of their own: both work at the same time."""
 
-    phases: DevicePhases
-    """The time-sharing phase: engines are started in their own phase only."""
-    shared: bool
+    shared = False
     """Whether engines are stopped while the trainer works, and the other way round."""
+
+    def __init__(self) -> None:
+        self.phases = DevicePhases()
+        """The time-sharing phase: engines are started in their own phase only."""
 
     async def clear_devices(self) -> None:
         """Free the devices for a trainer that has not been started yet."""
-        ...
 
     async def hand_to_trainer(self, trainer: Trainer) -> None:
         """Let the trainer work; returns at once when it already may."""
-        ...
 
     async def start_engines(
         self, sync: WeightSync, trainer: Trainer, version: int, path: Path | None
     ) -> None:
         """Bring all engines to the version that training starts from: see `WeightSync.start_from_version`."""
-        ...
-
-    async def hand_to_engines(self, sync: WeightSync, trainer: Trainer, version: int) -> SyncReport:
-        """Bring the trainer's new version to the engines, and let them work."""
-        ...
-
-
-class OwnDevices:
-    """Engines and trainer have devices of their own: both work at the same time."""
-
-    shared = False
-
-    def __init__(self) -> None:
-        self.phases = DevicePhases()
-
-    async def clear_devices(self) -> None:
-        """Implements `Devices.clear_devices`."""
-
-    async def hand_to_trainer(self, trainer: Trainer) -> None:
-        """Implements `Devices.hand_to_trainer`."""
-
-    async def start_engines(
-        self, sync: WeightSync, trainer: Trainer, version: int, path: Path | None
-    ) -> None:
-        """Implements `Devices.start_engines`."""
         await sync.start_from_version(version, path)
 
     async def hand_to_engines(self, sync: WeightSync, trainer: Trainer, version: int) -> SyncReport:
-        """Implements `Devices.hand_to_engines`."""
+        """Bring the trainer's new version to the engines, and let them work."""
         return await sync.update_engines(version)
 
 
-class SharedDevices:
+class SharedDevices(Devices):
     """Engines and trainer use the same devices one after the other.
 
     Invariant: between two awaits each engine of the pool serves, is quarantined, is joining and has served no
@@ -121,7 +95,7 @@ class SharedDevices:
             timeout_s: Longest part of a hand-over of one engine, seconds.
             keep_weights: Whether engines keep the model's weights in host memory, and load adapters only.
         """
-        self.phases = DevicePhases()
+        super().__init__()
         self._pool = pool
         self._end_engine = end_engine
         self._metrics = metrics

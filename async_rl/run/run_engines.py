@@ -13,7 +13,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.engines.repair import EngineRepair
 from async_rl.observability.metrics import Metrics
 from async_rl.run.cluster import Cluster
-from async_rl.run.device_sharing import Devices, OwnDevices, SharedDevices
+from async_rl.run.device_sharing import Devices, SharedDevices
 from async_rl.runtime.waits import waiting
 
 
@@ -45,7 +45,7 @@ class RunEngines:
         self._forget = forget
         pool = self.pool = EnginePool(metrics, clock)
         self._health = HealthWatch(pool, config.engine, metrics, clock)
-        self.devices: Devices = OwnDevices()
+        self.devices = Devices()
         if config.placement.shared:
             self.devices = SharedDevices(
                 pool,

@@ -25,7 +25,7 @@ from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, TrajectoryCounts, step_record_log
 from async_rl.observability.text_console import TextConsole
 from async_rl.run.cluster import Cluster
-from async_rl.run.device_sharing import OwnDevices
+from async_rl.run.device_sharing import Devices
 from async_rl.run.run_log import RunLogger, TrainedStep
 from async_rl.run.trainer_restarts import TrainerRestarts
 from async_rl.runtime.supervision import Nursery
@@ -275,9 +275,7 @@ async def started_trainer(folder: Path, state: Checkpointed) -> str:
     metrics, pool = Metrics(), EnginePool(Metrics(), lambda: 0.0)
     run_log = RunLogger(config_of(), folder, pool, metrics, lambda: 0.0, progress=progress)
     cluster = cast(Cluster, state)
-    await TrainerRestarts(
-        cluster, folder, pool, OwnDevices(), run_log, metrics, max_restarts=0
-    ).start_trainer()
+    await TrainerRestarts(cluster, folder, pool, Devices(), run_log, metrics, max_restarts=0).start_trainer()
     TextConsole(file=file, width=100).print(progress.render())
     return file.getvalue()
 
