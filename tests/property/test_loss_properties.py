@@ -103,3 +103,4 @@ def test_advantages_match_plain_loops_over_attempts(attempts, sizes, estimator):
         np.array([counted for each in attempts for _, counted in each]),
     )
     np.testing.assert_allclose(actual, expected, atol=2e-3, rtol=1e-3)
+    assert actual.dtype == np.float32

@@ -755,24 +755,19 @@ async def test_everything_is_fetched_again_and_no_flip_counted_when_the_next_tur
     assert flips(bench) == (0, 0)
 
 
-async def test_the_share_of_flipped_experts_is_that_of_the_sampled_tokens_only() -> None:
-    """Versions 0 and 1 are marked by the experts (0, 1) and (1, 2): half of the old ones are kept."""
-    bench = scripted(
-        lambda r: sampled(5, "abort", 0, prompt=PROMPT),
-        lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5),
-        flip_sample=1.0,
-    )
-    await bench.session.generate()
-    await bench.finish()
-    assert flips(bench) == (1, 0.5)
+@pytest.mark.parametrize(("surplus", "found"), [(0, (1, 0.5)), (20, (0, 0))])
+async def test_the_share_of_flipped_experts_is_that_of_the_sampled_tokens_only(
+    surplus: int, found: tuple[int, float]
+) -> None:
+    """Versions 0 and 1 are marked by the experts (0, 1) and (1, 2): half of the old ones are kept.
 
-
-async def test_a_trajectory_is_whole_when_replaced_rows_cannot_be_compared() -> None:
+    Replaced rows that are too many cannot be compared; the trajectory is whole without that.
+    """
     bench = scripted(
-        lambda r: sampled(5, "abort", 0, prompt=PROMPT + 20),  # twenty rows too many
+        lambda r: sampled(5, "abort", 0, prompt=PROMPT + surplus),
         lambda r: sampled(3, "stop", 1, prompt=PROMPT + 5),
         flip_sample=1.0,
     )
     await bench.session.generate()
     assert row_versions((await bench.finish()).trace) == [1] * (PROMPT + 7)
-    assert flips(bench) == (0, 0)
+    assert flips(bench) == found

@@ -91,28 +91,44 @@ async def test_tool_error_quotes_the_exception_when_the_tool_raises():
         await Tool(calculator).call({"expression": "1 / 0"}, timeout_s=5)
 
 
-@pytest.mark.parametrize(
-    ("result", "text"), [(float("inf"), "Infinity"), ({"mean": float("nan")}, '{"mean":NaN}')]
-)
-async def test_numbers_that_json_lacks_are_read_by_name(result: Any, text: str):
+async def result_of(outcome: Any) -> str:
+    """Call a tool that returns this value, or raises it."""
+
     def odd() -> object:
         """Return something odd."""
-        return result
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
-    assert await Tool(odd).call({}, timeout_s=5) == text
+    return await Tool(odd).call({}, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [(float("inf"), "Infinity"), ({"mean": float("nan")}, '{"mean":NaN}'), ("a\ud800", "a?")],
+    ids=["infinity", "nan", "half of a surrogate pair"],
+)
+async def test_numbers_that_json_lacks_are_read_by_name_and_a_result_is_text(result: Any, text: str):
+    assert await result_of(result) == text
 
 
 DEEP = functools.reduce(lambda inner, _: [inner], range(9999), 0)
 
 
-@pytest.mark.parametrize("result", [object(), {"a": b"x"}, DEEP], ids=["object", "bytes", "deep"])
-async def test_tool_error_says_so_when_the_result_is_not_json(result: object):
-    def odd() -> object:
-        """Return something odd."""
-        return result
-
-    with pytest.raises(ToolError, match="odd: the result is not JSON"):
-        await Tool(odd).call({}, timeout_s=5)
+@pytest.mark.real_time
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (object(), "the result is not JSON"),
+        ({"a": b"x"}, "the result is not JSON"),
+        (DEEP, "the result is not JSON"),
+        (SystemExit(3), "RuntimeError: SystemExit: 3"),
+    ],
+    ids=["object", "bytes", "deep", "exit"],
+)
+async def test_tool_error_says_what_is_wrong_when_a_call_has_no_result(outcome: object, error: str):
+    with pytest.raises(ToolError, match=f"odd: {error}"):
+        await result_of(outcome)
 
 
 @pytest.mark.real_time
@@ -154,16 +170,6 @@ async def test_timeout_of_the_tools_own_is_not_taken_for_ours():
 
     with pytest.raises(ToolError, match="fetch: TimeoutError: the server is slow"):
         await Tool(fetch).call({}, timeout_s=5)
-
-
-@pytest.mark.real_time
-async def test_run_goes_on_when_a_sync_tool_calls_exit():
-    def leave() -> str:
-        """Leave."""
-        raise SystemExit(3)
-
-    with pytest.raises(ToolError, match="SystemExit: 3"):
-        await Tool(leave).call({}, timeout_s=5)
 
 
 def untyped(a, b: int):  # type: ignore[no-untyped-def]
@@ -252,14 +258,6 @@ async def test_types_of_all_kinds_are_described_and_converted_when_a_tool_has_th
     )
     with pytest.raises(ToolError, match=r"Expected `int`, got `str` - at `\$.points\[.*\].x`"):
         await tool.call({"colour": "red", "points": [{"x": "1"}]}, timeout_s=5)
-
-
-async def test_result_is_text_when_a_tool_returns_half_of_a_surrogate_pair():
-    def odd() -> str:
-        """Return what is no text."""
-        return "a\ud800"
-
-    assert await Tool(odd).call({}, timeout_s=5) == "a?"
 
 
 class Notebook:

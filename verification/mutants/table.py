@@ -353,7 +353,11 @@ def kl_is_the_other_way_round(original, kind, log_probs, reference):
     return original(kind, reference, log_probs)
 
 
-@breaks("trainer.losses.advantages:ComparedRewards.group_mean", "property/loss_properties", "unit/advantages")
+@breaks(
+    "trainer.losses.advantages:ComparedRewards.group_mean",
+    "property/loss_properties",
+    "property/loss_properties",
+)
 def advantages_have_no_baseline(original, *args, **named):
     """Advantages are rewards."""
     mean = original(*args, **named)
