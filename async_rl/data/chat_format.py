@@ -56,10 +56,6 @@ _TOOLS = [
     }
     for tool, word in (_NAMES_OF_TOOLS[:2], _NAMES_OF_TOOLS[2:])
 ]
-_CALLS: list[dict[str, Any]] = [
-    {"id": f"call0000{index}", "type": "function", "function": {"name": name, "arguments": {}}}
-    for index, name in enumerate(("CALLMARKER", "OTHERCALL"))
-]
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of parts of content that hold text, of OpenAI's two APIs."""
 _MARKER = "ASSISTANTMARKER"
@@ -178,16 +174,6 @@ def _texts_of(content: Any, role: str) -> list[str]:
     return texts
 
 
-class _CallKind(NamedTuple):
-    """What decides whether a template shows a message with calls."""
-
-    has_thought: bool
-    has_text: bool
-    has_several: bool
-    is_last: bool
-    with_tools: bool
-
-
 class ChatFormat:
     """Converts messages to token ids and back, with a tokenizer and its chat template.
 
@@ -218,8 +204,6 @@ class ChatFormat:
         self._shown_roles = {"user", "assistant"}
         self._shows_tools = dict[bool, bool]()
         """Whether a prompt shows the tools that it is rendered with: without, or with a system message."""
-        self._lost = dict[_CallKind, Literal["text", "calls"] | None]()
-        """What the template leaves out of messages with calls."""
         added = {
             token.content: (token_id, token) for token_id, token in tokenizer.added_tokens_decoder.items()
         }
@@ -308,58 +292,42 @@ class ChatFormat:
 
     def _check_calls_shown(
         self,
-        message: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] = (),
+        said: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
         *,
-        is_last: bool = True,
         is_trained: bool = False,
     ) -> None:
-        """Check that the template shows the calls of a message, if it has any.
+        """Check that the template shows the calls of messages, by rendering them with markers as names.
 
         Args:
-            message: The message.
-            tools: The tools of its conversation, which may choose the template.
-            is_last: Whether no message follows.
-            is_trained: Whether the text before the calls must be shown, too; Llama's and Mistral's templates
-                leave it out of what a policy reads.
+            said: The messages, in the template's form.
+            tools: The tools of their conversation, which may choose the template.
+            is_trained: Whether the text before the last message's calls must be shown, too; Llama's and
+                Mistral's templates leave it out of what a policy reads.
 
         Raises:
             ConfigError: It does not.
         """
-        if not isinstance(calls := message.get("tool_calls"), list) or not calls:
+        names = dict[str, Any]()
+        marked = [_with_marked_calls(message, names) for message in said]
+        if not names:
             return
-        _, thought, text = "".join(_texts_of(message.get("content"), "assistant")).rpartition("</think>")
-        kind = _CallKind(bool(thought), bool(text.strip()), len(calls) > 1, is_last, bool(tools))
-        if kind not in self._lost:
-            self._lost[kind] = self._find_lost(kind)
-        lost = self._lost[kind]
-        if lost is None or (lost == "text" and not is_trained):
+        if is_trained and "tool_calls" in said[-1]:
+            content = "".join(_texts_of(said[-1].get("content"), "assistant"))
+            before, thought, text = content.rpartition("</think>")
+            if text.strip():
+                names[_MARKER] = text.strip()
+                marked[-1] = self._form.of_message({**marked[-1], "content": before + thought + _MARKER})
+        try:
+            rendered = self._apply_template(marked, tools, False)
+        except ConfigError:  # it knows no such names
             return
-        left_out: Any = text.strip()
-        if lost == "calls":
-            function = calls[-1].get("function") if isinstance(calls[-1], Mapping) else None
-            left_out = function.get("name") if isinstance(function, Mapping) else calls[-1]
-        raise ConfigError(
-            f"the chat template leaves out {left_out!r:.60} of an assistant message with tool calls, so the "
-            "policy would never see it: take a template that shows them, or write them into the content"
-        )
-
-    def _find_lost(self, kind: _CallKind) -> Literal["text", "calls"] | None:
-        """Return what the template leaves out of a message; nothing where it cannot render such messages."""
-        content = "<think>\n?\n</think>\n\n" * kind.has_thought + _MARKER * kind.has_text
-        calls = _CALLS[: 1 + kind.has_several]
-        message: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": calls}
-        results = [{**_RESULT, "tool_call_id": call["id"]} for call in calls]
-        later = [*results, {"role": "assistant", "content": "?"}, _QUESTION]
-        for following in [[]] if kind.is_last else [results, later]:
-            asked = [self._form.of_message(each) for each in (_QUESTION, message, *following)]
-            with suppress(ConfigError):  # it knows no results, or no user's message there
-                rendered = self._apply_template(asked, _TOOLS if kind.with_tools else [], False)
-                if not all(call["function"]["name"] in rendered for call in calls):
-                    return "calls"
-                if kind.has_text and _MARKER not in rendered:
-                    return "text"
-        return None
+        for left_out in (name for marker, name in names.items() if marker not in rendered):
+            raise ConfigError(
+                f"the chat template leaves out {left_out!r:.60} of an assistant message with tool calls, "
+                "so the policy would never see it: take a template that shows them, or write them into the "
+                "content"
+            )
 
     def _shows(self, message: dict[str, Any], form: _Form, *, quoted: str = "") -> bool:
         """Return whether the template shows the marker in a message somewhere, without the text `quoted`.
@@ -542,7 +510,7 @@ class ChatFormat:
                 "the chat template renders an assistant message differently from its own generation prompt: "
                 f"{rendered!r} does not continue {prompt!r}"
             )
-        self._check_calls_shown(message, is_trained=True)
+        self._check_calls_shown([*map(self._form.of_message, (_QUESTION, message))], [], is_trained=True)
         return rendered[len(prompt) : end + len(end_of_turn)]
 
     def _probe_form(self) -> _Form:
@@ -613,9 +581,9 @@ class ChatFormat:
         said, known = [self._form.of_message(message) for message in messages], [dict(tool) for tool in tools]
         if known:
             self.check_tools(with_system=bool(said) and said[0].get("role") == "system")
-        for index, message in enumerate(said, start=1):
+        for message in said:
             self.check_role(str(message.get("role")))
-            self._check_calls_shown(message, known, is_last=index == len(said))
+        self._check_calls_shown(said, known)
         plain = without_surrogates(self._apply_template(said, known, add_generation_prompt))
         try:
             marked = [self._mark(message, str(message.get("role"))) for message in said]
@@ -700,6 +668,21 @@ def _call(arguments: Any, content: str | None) -> dict[str, Any]:
     function = {"name": "tool", "arguments": arguments}
     calls = [{"id": _RESULT["tool_call_id"], "type": "function", "function": function}]
     return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def _with_marked_calls(message: dict[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with markers as the names of its calls, put into `names` with what they replace."""
+
+    def marked(call: Any) -> Any:
+        called = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(called, Mapping):
+            return call
+        names[marker := f"CALL{len(names)}MARKER"] = called.get("name")
+        renamed = {**called, "name": marker}
+        return {**call, "function": renamed} if "function" in call else renamed
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(marked, calls)]} if isinstance(calls, list) else message
 
 
 def _marker(index: int) -> str:

@@ -398,22 +398,6 @@ def test_a_history_is_refused_when_the_template_leaves_out_calls(
         chat.prompt_text([ASKED, called])
 
 
-def test_calls_of_one_kind_are_tried_once(monkeypatch: pytest.MonkeyPatch):
-    rendered: list[Any] = []
-    chat = with_template(chat_of("qwen3"), chat_of("qwen3").template)
-    apply = chat.tokenizer.apply_chat_template
-    monkeypatch.setattr(
-        chat.tokenizer, "apply_chat_template", lambda *a, **k: (rendered.append(a), apply(*a, **k))[1]
-    )
-    history = [ASKED, call_of({"city": "Ulm"}), {"role": "tool", "content": "4"}]
-    chat.append_text([])  # which tries the roles
-    chat.prompt_text(history)
-    num_tried = len(rendered)
-    for turns in (2, 3, 4):
-        chat.prompt_text(history * turns)
-    assert len(rendered) == num_tried + 3
-
-
 @pytest.mark.parametrize("with_system", [False, True])
 def test_tools_are_refused_in_conversations_in_which_the_template_does_not_show_them(
     chat: ChatFormat, with_system: bool
