@@ -251,7 +251,7 @@ class Engine(Protocol):
         ...
 
     def remote_call(self) -> AbstractContextManager[None]:
-        """Count a call that another process makes, until the block ends: `interrupt` waits for it."""
+        """Count the calls of another process, until the block ends: `interrupt` waits for them."""
         ...
 
     def read_at_once(self) -> None:

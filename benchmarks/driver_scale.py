@@ -50,8 +50,8 @@ from async_rl.planning.process_costs import CostRow, fit_costs
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import Heartbeat
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
-from async_rl.rollout.workers.relayed_leases import RelayedLeases
-from async_rl.rollout.workers.worker import LEASE_S
+from async_rl.rollout.workers.worker import GRANT_S
+from async_rl.rollout.workers.worker_grants import WorkerGrants
 from benchmarks.support.loop_pauses import FOLDER, longest_pauses
 from benchmarks.support.paced_server import Counts, Pace
 from benchmarks.support.tables import argument_parser, report, show
@@ -269,13 +269,13 @@ async def measure_heartbeat(rounds: int = 2000) -> float:
         connecting = tasks.create_task(connect_link("127.0.0.1", listener.port, listener.key))
         ours = await listener.accept_link()
         theirs = await connecting
-        leases = RelayedLeases(
+        grants = WorkerGrants(
             "worker",
             {"": pool},
             ours.post,
-            lease_s=LEASE_S,
+            grant_s=GRANT_S,
             clock=clock,
-            on_lease=lambda *of: None,
+            on_revoke=lambda version: None,
             probe_timeout_s=5.0,
             worker_stall_s=60.0,
         )
@@ -288,7 +288,7 @@ async def measure_heartbeat(rounds: int = 2000) -> float:
             heartbeat = await ours.receive()
             assert isinstance(heartbeat, Heartbeat)
             add_increments(heartbeat.increments, metrics)
-            leases.renew(heartbeat)
+            grants.renew(heartbeat)
             await theirs.receive()
         spent_s = time.thread_time() - begin_s
         ours.close()

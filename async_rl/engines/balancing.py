@@ -43,7 +43,16 @@ calls an engine, is about two standard deviations of random arrivals."""
 class _EngineEntry:
     """The load of one engine."""
 
-    __slots__ = ("load_tokens", "max_calls", "name", "num_calls", "order", "prefill_tokens", "serves")
+    __slots__ = (
+        "load_tokens",
+        "max_calls",
+        "name",
+        "num_calls",
+        "num_sharers",
+        "order",
+        "prefill_tokens",
+        "serves",
+    )
 
     def __init__(self, name: str, order: int) -> None:
         self.name = name
@@ -52,6 +61,7 @@ class _EngineEntry:
         self.load_tokens = 0
         self.prefill_tokens = 0
         self.num_calls = 0
+        self.num_sharers = 1
         self.max_calls = math.inf
 
     @property
@@ -101,6 +111,9 @@ class Balancer:
         self.close_engine(name)
         del self._entries[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
     def open_engine(self, name: str) -> None:
         """Let an engine be chosen, because it serves."""
         self._set(self._entries[name], serves=True)
@@ -113,6 +126,12 @@ class Balancer:
         """Give an engine no calls while it has `max_calls` of them."""
         if self._entries[name].max_calls != max_calls:
             self._set(self._entries[name], max_calls=max_calls)
+
+    def share_prefills(self, name: str, num_sharers: int) -> None:
+        """Let so many processes share the tokens that wait on an engine for their first token."""
+        entry = self._entries[name]
+        entry.num_sharers = num_sharers
+        self._offer(entry)
 
     # -- calls --------------------------------------------------------------------------------------------
 
@@ -182,7 +201,8 @@ class Balancer:
     def _has_capacity(self, entry: _EngineEntry) -> bool:
         if entry.num_calls >= entry.max_calls:
             return False
-        return self._max_prefill_tokens is None or entry.prefill_tokens < self._max_prefill_tokens
+        limit = self._max_prefill_tokens
+        return limit is None or entry.prefill_tokens * entry.num_sharers < limit
 
     def _set(
         self, entry: _EngineEntry, *, serves: bool | None = None, max_calls: float | None = None

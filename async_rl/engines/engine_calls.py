@@ -2,8 +2,7 @@
 
 ```
  Transcript ──lease(key, tokens)──► EngineCalls ──► Lease ──generate(request)──► tokens, a finish
-                                     LeaseDispatcher: in the driver, places the calls of all sessions
-                                     RemoteCalls: in a rollout worker, asks the driver for each lease
+                                     LeaseDispatcher: places the calls of all sessions of this process
 ```
 
 A session runs wherever something implements this interface. It never learns how engines are updated, repaired

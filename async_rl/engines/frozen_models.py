@@ -24,7 +24,7 @@ from async_rl.engines.repair import EngineRepair
 from async_rl.errors import ConfigError, EngineError, VersionMismatch
 from async_rl.observability.metrics import Metrics
 
-_SHARED: Final = (
+MODEL_METRICS: Final = (
     "engine_up",
     "engine_running_requests",
     "engine_quarantined_total",
@@ -73,11 +73,11 @@ class FrozenModel:
             metrics: The metrics of the run.
             clock: Monotonic seconds.
         """
-        own = Metrics().share(metrics, _SHARED)
+        own = Metrics().share(metrics, MODEL_METRICS)
         self.name = name
         self._config = config
         self._processes = processes
-        self.pool = EnginePool(own, clock)
+        self.pool = EnginePool(own, clock, shares_all=True)
         self._health = HealthWatch(self.pool, config.engine, own, clock)
         self._repair = EngineRepair(
             self.pool,

@@ -22,9 +22,10 @@ from typing import Final, Literal
 
 from async_rl.config import EnginesConfig, SGLangEngines
 from async_rl.engine_protocol import Engine
-from async_rl.engines.lease import EngineLoad, EngineState
-from async_rl.engines.pool import EnginePool
-from async_rl.errors import EngineBusy, EngineError, EngineTimeout, LocalShortage, VersionMismatch
+from async_rl.engines.granted_engines import GrantedEngines
+from async_rl.engines.lease import EngineLoad
+from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.errors import CallLost, EngineBusy, EngineError, EngineTimeout, LocalShortage, VersionMismatch
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.devices import detect_device
 from async_rl.runtime.supervision import Nursery
@@ -37,11 +38,11 @@ Finding = Literal["silent", "call", "overtaken"]
 overtaken: one never began, though others that were sent later did.
 """
 
-_CHECKS_PER_STALL: Final = 8
-"""So that a stall is found at most an eighth of `engine.stall_s` late."""
-
 MIN_PREFILL_TOKENS_PER_S: Final = 500.0
 """Slowest prefill that is no stall: a tenth of what engines on GPUs show for the longest prompts."""
+
+_CHECKS_PER_STALL: Final = 8
+"""So that a stall is found at most an eighth of `engine.stall_s` late."""
 
 _COMPILE_S: Final = 300.0
 """Longest time that an engine on a GPU compiles kernels in its first call."""
@@ -59,8 +60,14 @@ _CHECKS_PER_PROBE: Final = 4
 """So that a probe is at most a quarter of `PROBE_S` late."""
 
 
+def first_call_limit(config: EnginesConfig) -> float:
+    """Return the time in which engines compile kernels before their first token, seconds: none on a CPU."""
+    on_gpu = isinstance(config, SGLangEngines) and config.device != "cpu" and detect_device() == "cuda"
+    return _COMPILE_S if on_gpu else 0.0
+
+
 def find_stall(load: EngineLoad, now: float, stall_s: float, first_call_s: float = 0.0) -> Finding | None:
-    """Return what stalls on a serving engine, by the progress of its calls.
+    """Return what stalls on a serving engine, by the progress of this process's calls.
 
     Args:
         load: Its load, and when its calls last made progress.
@@ -76,7 +83,7 @@ def find_stall(load: EngineLoad, now: float, stall_s: float, first_call_s: float
     limit_s = stall_s + load.prefill_tokens / MIN_PREFILL_TOKENS_PER_S
     if not load.has_answered:
         limit_s += first_call_s
-    if now - load.progress_s > limit_s and not load.unobserved:
+    if now - load.progress_s > limit_s:
         return "silent"
     # All streams decode together; time in which none did (prefills go first) does not count.
     if load.silent_since_s is not None and load.decode_s - load.silent_since_s > limit_s:
@@ -86,10 +93,65 @@ def find_stall(load: EngineLoad, now: float, stall_s: float, first_call_s: float
     return None
 
 
-def first_call_limit(config: EnginesConfig) -> float:
-    """Return the time in which engines compile kernels before their first token, seconds: none on a CPU."""
-    on_gpu = isinstance(config, SGLangEngines) and config.device != "cpu" and detect_device() == "cuda"
-    return _COMPILE_S if on_gpu else 0.0
+def end_stalls(
+    engines: GrantedEngines, metrics: Metrics, now: float, stall_s: float, first_call_s: float
+) -> None:
+    """Move calls that an engine has forgotten, and report engines that are silent."""
+    for engine_id in list(engines.serving):
+        slot, load = engines.slots[engine_id], engines.load_of(engine_id)
+        assert load is not None, "it has a slot"
+        finding = find_stall(load, now, stall_s, first_call_s)
+        if finding is None:
+            continue
+        metrics.engine_stalls_total.labels(engine_id, finding).inc()
+        if finding == "call" and slot.silent_call is not None:
+            log.warning("engine %s has forgotten a stream: the call moves with its tokens", engine_id)
+            slot.silent_call.drop(CallLost(f"engine {engine_id} went on with other calls only"))
+        elif finding == "overtaken" and slot.queued_call is not None:
+            log.warning("engine %s has forgotten a call in its queue: it moves", engine_id)
+            slot.queued_call.drop(CallLost(f"engine {engine_id} took later calls instead"))
+        else:
+            engines.judge.quarantine_engine(
+                engine_id,
+                EngineTimeout(
+                    f"engine {engine_id} sent nothing for {now - load.progress_s:.1f} s to {load.calls} "
+                    f"calls, with {load.prefill_tokens} tokens to prefill; engine.stall_s is {stall_s}"
+                ),
+            )
+
+
+async def watch_calls(
+    engines: GrantedEngines,
+    config: EnginesConfig,
+    metrics: Metrics,
+    clock: Callable[[], float],
+    also: Callable[[], None] | None = None,
+) -> None:
+    """End what stalls on the engines that this process calls; never returns.
+
+    Args:
+        engines: The engines.
+        config: Time limits.
+        metrics: Stalls by engine.
+        clock: Monotonic seconds.
+        also: Called after each check.
+    """
+    interval_s, first_call_s = _interval_s(config), first_call_limit(config)
+    while True:
+        expected_s = clock() + interval_s
+        with waiting("idle"):
+            await asyncio.sleep(interval_s)
+        late_s = clock() - expected_s
+        if late_s > interval_s:
+            log.warning("the event loop stalled for %.1f s: this health check is skipped", late_s)
+            continue
+        end_stalls(engines, metrics, clock(), config.stall_s, first_call_s)
+        if also is not None:
+            also()
+
+
+def _interval_s(config: EnginesConfig) -> float:
+    return min(PROBE_S / _CHECKS_PER_PROBE, config.stall_s / _CHECKS_PER_STALL)
 
 
 class HealthWatch:
@@ -107,10 +169,9 @@ class HealthWatch:
             clock: Monotonic seconds.
         """
         self._pool = pool
-        self._stall_s, self._first_call_s = config.stall_s, first_call_limit(config)
+        self._config = config
         self._metrics = metrics
         self._clock = clock
-        self._interval_s = min(PROBE_S / _CHECKS_PER_PROBE, config.stall_s / _CHECKS_PER_STALL)
         self._probed_s: dict[str, float] = {}
         """By engine: when its last probe was sent."""
         self._misses: dict[str, int] = {}
@@ -119,49 +180,18 @@ class HealthWatch:
     async def watch_engines(self) -> None:
         """Check the engines until cancelled."""
         async with Nursery() as probes:
-            while True:
-                expected = self._clock() + self._interval_s
-                with waiting("idle"):
-                    await asyncio.sleep(self._interval_s)
-                late_s = self._clock() - expected
-                if late_s > self._interval_s:
-                    log.warning("the event loop stalled for %.1f s: this health check is skipped", late_s)
-                    continue
-                self.check_engines()
+
+            def check() -> None:
+                self._metrics.engine_load_imbalance.set(self._pool.imbalance)
                 self._start_probes(probes)
 
-    def check_engines(self) -> None:
-        """Check once what the calls of all serving engines say about them."""
-        self._metrics.engine_load_imbalance.set(self._pool.statistics.imbalance)
-        serving = [engine.engine_id for engine in self._pool.engines(EngineState.SERVING)]
-        for engine_id, load in self._pool.statistics.loads(serving).items():
-            finding = find_stall(load, self._clock(), self._stall_s, self._first_call_s)
-            if finding is None:
-                continue
-            self._metrics.engine_stalls_total.labels(engine_id, finding).inc()
-            if finding == "silent":
-                silent_s = self._clock() - load.progress_s
-                self._pool.quarantine_engine(
-                    engine_id,
-                    EngineTimeout(
-                        f"engine {engine_id} sent nothing for {silent_s:.1f} s to {load.calls} calls, with "
-                        f"{load.prefill_tokens} tokens to prefill; engine.stall_s is {self._stall_s}"
-                    ),
-                )
-            elif finding == "call":
-                log.warning("engine %s has forgotten a stream: the call moves with its tokens", engine_id)
-                why = f"engine {engine_id} went on with other calls only"
-                self._pool.dispatcher.drop_silent_call(engine_id, why)
-            else:
-                log.warning("engine %s has forgotten a call in its queue: it moves", engine_id)
-                why = f"engine {engine_id} took later calls instead"
-                self._pool.dispatcher.drop_overtaken_call(engine_id, why)
+            await watch_calls(self._pool.own, self._config, self._metrics, self._clock, check)
 
     def _start_probes(self, probes: Nursery) -> None:
         now = self._clock()
         for engine in self._pool.engines(EngineState.SERVING, EngineState.UPDATING):
             engine_id = engine.engine_id
-            progress_s = self._pool.statistics.progress_s_of(engine_id)
+            progress_s = self._pool.load_of(engine_id).progress_s
             quiet_s = now - max(progress_s, self._probed_s.get(engine_id, -math.inf))
             if quiet_s >= PROBE_S and engine_id not in self._probing:
                 self._probing.add(engine_id)
@@ -201,7 +231,7 @@ class HealthWatch:
             self._probed_s[engine_id] = probed_s
 
     def _record_miss(self, engine_id: str, probed_s: float, error: Exception) -> None:
-        progress_s = self._pool.statistics.progress_s_of(engine_id) if engine_id in self._pool else math.inf
+        progress_s = self._pool.load_of(engine_id).progress_s if engine_id in self._pool else math.inf
         if progress_s > self._probed_s.get(engine_id, -math.inf):
             self._misses.pop(engine_id, None)  # it has streamed since the probe before: that one says nothing
         if progress_s > probed_s:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import math
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -22,14 +23,14 @@ from typing import Final
 
 from async_rl.engines.balancing import Balancer
 from async_rl.engines.lease import (
+    BackPressureListener,
     CachedPrefix,
-    EngineFailureListener,
+    EngineJudge,
     EngineSlot,
     EngineState,
     Lease,
     Recomputed,
 )
-from async_rl.errors import CallLost
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import waiting
 
@@ -57,7 +58,8 @@ class LeaseDispatcher:
         self,
         slots: Mapping[str, EngineSlot],
         balancer: Balancer,
-        failures: EngineFailureListener,
+        failures: BackPressureListener,
+        judge: EngineJudge,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -66,13 +68,15 @@ class LeaseDispatcher:
         Args:
             slots: The engines of the pool by id; the pool adds and removes them.
             balancer: The loads of the same engines; the pool says which of them serve.
-            failures: Notified of engines and calls that fail.
+            failures: Notified of engines that take no calls.
+            judge: Notified of engines and calls that fail.
             metrics: Waiting times, running calls and recomputed tokens.
             clock: Monotonic seconds.
         """
         self._slots = slots
         self._balancer = balancer
         self._failures = failures
+        self._judge = judge
         self._metrics = metrics
         self._first_token_seconds = {
             kind: metrics.first_token_seconds.labels(kind) for kind in ("new", "again", "next")
@@ -81,10 +85,12 @@ class LeaseDispatcher:
         self._clock = clock
         self.newest_version = -1
         """Implements `EngineCalls.newest_version`; set by the pool."""
+        self.valid_until_s = math.inf
+        """Until when this process may call engines; the driver always may."""
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._numbers = count(1)
         """Of leases, when they are asked for and when they are placed."""
-        self._waiting_line: list[tuple[str, int, Lease, Callable[[Lease], None]]] = []
+        self._waiting_line: list[tuple[str, int, Lease, asyncio.Future[None]]] = []
         self._more: asyncio.Handle | None = None
         """Continues with `admit_waiting` in the next turn of the event loop."""
         self._pause: asyncio.TimerHandle | None = None
@@ -101,49 +107,42 @@ class LeaseDispatcher:
             tokens: Tokens that the call holds on the engine at most, prompt and answer.
             prompt: Of these, tokens of the prompt.
         """
-        placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def record_placed(lease: Lease) -> None:
-            if not placed.done():  # cancelled at this moment
-                placed.set_result(None)
-
-        lease = self.request_lease(key, tokens, prompt=prompt, on_placed=record_placed)
+        lease = Lease(
+            self,
+            self._failures,
+            self._judge,
+            self._clock,
+            key,
+            tokens,
+            prompt,
+            self._cached_prefixes.get(key),
+        )
+        if self._waiting_line or not self._place_lease(lease):
+            placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting_line, (key, next(self._numbers), lease, placed))
+            self.admit_waiting()
+            try:
+                if not lease.placed:
+                    with waiting("engine", why=self.describe_states):
+                        await placed
+            except BaseException:
+                self._return_lease(lease)
+                raise
         try:
-            if not lease.placed:
-                with waiting("engine", why=self.describe_states):
-                    await placed
             yield lease
         finally:
-            self.return_lease(lease)
+            self._return_lease(lease)
 
-    def request_lease(
-        self, key: str, tokens: int, *, prompt: int = 0, on_placed: Callable[[Lease], None]
-    ) -> Lease:
-        """Ask for an engine, for a call that another process makes: no task waits for it.
-
-        Args:
-            key: As in `lease`.
-            tokens: As in `lease`.
-            prompt: As in `lease`.
-            on_placed: Called once the lease has its engine: before this returns if one has capacity now.
-
-        Returns:
-            The lease, for `return_lease`.
-        """
-        lease = Lease(self, self._failures, self._clock, key, tokens, prompt, self._cached_prefixes.get(key))
-        if not self._waiting_line and self._place_lease(lease):
-            on_placed(lease)
-        else:
-            heapq.heappush(self._waiting_line, (key, next(self._numbers), lease, on_placed))
-            self.admit_waiting()
-        return lease
-
-    def return_lease(self, lease: Lease) -> None:
-        """End a lease, or the wait for its engine."""
+    def _return_lease(self, lease: Lease) -> None:
         if lease.placed:
             self._end_lease(lease)
         else:
             lease.withdrawn = True
+
+    @property
+    def is_valid(self) -> bool:
+        """Implements `LeaseListener.is_valid`."""
+        return self._clock() < self.valid_until_s
 
     @property
     def has_capacity(self) -> bool:
@@ -155,13 +154,14 @@ class LeaseDispatcher:
         for _ in range(_GRANTS_PER_TURN):
             if not self._waiting_line:
                 return
-            *_, lease, on_placed = self._waiting_line[0]
+            *_, lease, placed = self._waiting_line[0]
             if not lease.withdrawn and not self._place_lease(lease):
                 return
             heapq.heappop(self._waiting_line)
             if not lease.withdrawn:
                 self._waited_seconds.observe(self._clock() - lease.asked_s)
-                on_placed(lease)
+                if not placed.done():  # cancelled at this moment
+                    placed.set_result(None)
         if self._more is None:
             self._more = asyncio.get_running_loop().call_soon(self._admit_more)
 
@@ -191,16 +191,6 @@ class LeaseDispatcher:
     def forget_trajectory(self, key: str) -> None:
         """Forget the sticky engine of a trajectory that has ended."""
         self._cached_prefixes.pop(key, None)
-
-    def drop_silent_call(self, engine_id: str, why: str) -> None:
-        """End the call of an engine that has been silent longest; its session continues with its tokens."""
-        if (call := self._slots[engine_id].silent_call) is not None:
-            call.drop(CallLost(why))
-
-    def drop_overtaken_call(self, engine_id: str, why: str) -> None:
-        """End the oldest call of an engine that has not received a token."""
-        if (call := self._slots[engine_id].queued_call) is not None:
-            call.drop(CallLost(why))
 
     # -- what leases report -------------------------------------------------------------------------------
 
@@ -235,11 +225,11 @@ class LeaseDispatcher:
         if prefix is not None:
             if (
                 slot is None
-                or slot.restart_count != prefix.restart_count
+                or slot.grant.restart_count != prefix.restart_count
                 or slot.state is EngineState.QUARANTINED
             ):
                 cause = "failover"
-            elif slot.num_flushes != prefix.num_flushes:
+            elif slot.grant.num_flushes != prefix.num_flushes:
                 cause = "update"
             else:
                 held = min(prefix.tokens, lease.prompt)
@@ -251,9 +241,10 @@ class LeaseDispatcher:
         if prefix is not None and cause is None and chosen != prefix.engine_id:
             cause, held = "moved", 0
         slot, prefill_tokens = self._slots[chosen], lease.prompt - held
-        slot.end_idle_time(self._clock())
         self._balancer.begin_call(chosen, tokens=lease.tokens, prefill_tokens=prefill_tokens)
         lease.place(slot, next(self._numbers), prefill_tokens, cause)
+        if slot.num_calls == 1:
+            slot.on_busy(True)
         return True
 
     def _end_lease(self, lease: Lease) -> None:
@@ -261,8 +252,7 @@ class LeaseDispatcher:
         prefilled = lease in slot.streaming
         del (slot.streaming if prefilled else slot.prefilling)[lease]
         if not slot.num_calls:
-            slot.idle_since = self._clock()
-            slot.empty.set()
+            slot.on_busy(False)
         if self._slots.get(engine_id) is not slot:
             return  # the engine was removed, with its load
         if not prefilled:
@@ -274,8 +264,9 @@ class LeaseDispatcher:
 
     def _remember_prefix(self, lease: Lease, tokens: int) -> None:
         """Remember which engine has cached the trajectory's tokens. The last one sampled was never fed."""
-        engine_id = lease.slot.engine.engine_id
-        prefix = CachedPrefix(engine_id, lease.restart_count, lease.num_flushes, max(0, tokens - 1))
+        grant = lease.grant
+        assert grant is not None, "the call has an engine"
+        prefix = CachedPrefix(grant.engine_id, grant.restart_count, grant.num_flushes, max(0, tokens - 1))
         self._cached_prefixes[lease.key] = prefix
         self._cached_prefixes.move_to_end(lease.key)
         if len(self._cached_prefixes) > _MAX_CACHED_PREFIXES:

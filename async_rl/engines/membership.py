@@ -36,7 +36,7 @@ REREAD_S: Final = 2.0
 """Between two reads. Two equal reads in a row count: a file may be half written when it is read."""
 
 _ABORT_LIMIT_S: Final = 20.0
-"""For ending the last calls of a server that leaves, which may be gone already: longer than the leases of a
+"""For ending the last calls of a server that leaves, which may be gone already: longer than the grants of a
 worker that is silent are valid."""
 
 

@@ -1,4 +1,4 @@
-"""The engines of a run: their states, and the transitions between states.
+"""The engines of a run: their states, the transitions between states, and who may call them.
 
 ```
  add_engine ──► JOINING ──serve_engine──► SERVING ◄──serve_engine── UPDATING
@@ -13,39 +13,30 @@ An engine that is lent to an evaluation keeps its weights until it is taken back
 weight updates skip it. A reserved engine serves evaluations only: it goes from JOINING to EVALUATING each
 time.
 
-`LeaseDispatcher` gives calls to serving engines, `PoolStatistics` reports their load. Quarantine drops all
-calls of an engine at once: each ends with the engine's error, whatever it waits for, and its session
-continues with its tokens on another engine.
+A serving engine is granted to the driver's own `GrantedEngines`, and to the rollout workers that have a share
+of it (`EngineShares`). Quarantine drops all calls of an engine at once: each ends with the engine's error,
+whatever it waits for, and its session continues with its tokens on another engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from typing import Final
 
+import msgspec
+
 from async_rl.engine_protocol import Engine, InterruptMode
-from async_rl.engines import balancing
-from async_rl.engines.back_pressure import BackPressure
-from async_rl.engines.balancing import Balancer
-from async_rl.engines.lease import BoundedRequest, EngineLoad, EngineSlot, EngineSnapshot, EngineState
-from async_rl.engines.lease_dispatcher import LeaseDispatcher
-from async_rl.engines.pool_statistics import PoolStatistics
-from async_rl.engines.request_refusals import RequestRefusals
-from async_rl.engines.revocation import LeaseHolder, Revocation, wait_for_confirmations
-from async_rl.errors import (
-    CallLost,
-    EngineBusy,
-    EngineError,
-    InvariantError,
-    LocalShortage,
-    RequestRefused,
-    VersionMismatch,
-)
+from async_rl.engines.bounded_request import BoundedRequest
+from async_rl.engines.grant_holders import EngineShares, GrantHolder, Revocation, wait_for_confirmations
+from async_rl.engines.granted_engines import GrantedEngines
+from async_rl.engines.lease import EngineGrant, EngineJudge, EngineLoad, EngineState
+from async_rl.errors import CallLost, EngineError, InvariantError, VersionMismatch
 from async_rl.observability.metrics import Metrics
-from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.waits import progressed, waiting
 
 __all__ = ["EngineLoad", "EnginePool", "EngineState"]
@@ -55,23 +46,113 @@ log = logging.getLogger(__name__)
 _STRIKE_MEMORY_S: Final = 600.0
 """Strikes further apart are no pattern: over days, any engine loses a connection now and then."""
 
-
-_REFUSAL_PAUSE_S: Final = 1.0
-"""Time without calls for an engine whose refusal of a request is doubted; then it gets one call at a time. It
-always has the least load, so no other would be given a call that shows whether the requests are wrong."""
-
 _MAY_SERVE: Final = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERVING)
 """States of engines that serve rollouts now or soon."""
 
+_SHARED: Final = (EngineState.SERVING, EngineState.UPDATING)
+"""States in which rollout workers keep their shares of an engine: a weight update moves none."""
 
-class EnginePool(LeaseHolder):
-    """All engines of a run."""
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine's state and what it serves; equal at two moments if nothing happened to it in between."""
+
+    state: EngineState
+    weight_version: int
+    restart_count: int
+    """Number of restarts; each empties the prefix cache."""
+    epoch: int
+    """How often it has begun to serve: each interruption ends an epoch."""
+
+
+class _IdleClock:
+    """How long an engine has had no call."""
+
+    def __init__(self, now: float) -> None:
+        self._since_s: float | None = now
+        self._idle_s = 0.0
+
+    def set_busy(self, busy: bool, now: float) -> None:
+        """Note whether it has calls."""
+        if busy is (self._since_s is not None):
+            self._idle_s = self.idle_s(now)
+            self._since_s = None if busy else now
+
+    def idle_s(self, now: float) -> float:
+        """Return how long it has had no call."""
+        return self._idle_s + (0.0 if self._since_s is None else now - self._since_s)
+
+    def restart(self, now: float) -> None:
+        """Begin at zero."""
+        self._idle_s, self._since_s = 0.0, None if self._since_s is None else now
+
+
+class EngineRecord:
+    """The pool's record of one engine."""
+
+    def __init__(self, engine: Engine, now: float, *, newcomer: bool) -> None:
+        self.engine = engine
+        self.state = EngineState.JOINING
+        self.weight_version = -1
+        self.error: Exception | None = None
+        self.strikes: deque[float] = deque()
+        self.newcomer = newcomer
+        """Whether it joins a running job and has not yet loaded its weights."""
+        self.reserved = False
+        """Whether it serves evaluations only."""
+        self.restart_count = 0
+        self.epoch = 0
+        self.num_flushes = 0
+        self.bounded_requests: set[BoundedRequest] = set()
+        """Requests that are not calls: they expire when the engine is quarantined."""
+        self.users: dict[GrantHolder, None] = {}
+        """The rollout workers that may call it, or still have calls of it."""
+        self.idle = _IdleClock(now)
+        self.progress_s = now
+        """When it was known to be alive, apart from its calls."""
+
+    @property
+    def snapshot(self) -> EngineSnapshot:
+        """Its state and what it serves."""
+        return EngineSnapshot(
+            state=self.state,
+            weight_version=self.weight_version,
+            restart_count=self.restart_count,
+            epoch=self.epoch,
+        )
+
+    def grant(self, *, num_holders: int, has_others: bool) -> EngineGrant:
+        """Return the right to call it in its present epoch."""
+        return EngineGrant(
+            engine_id=self.engine.engine_id,
+            weight_version=self.weight_version,
+            restart_count=self.restart_count,
+            epoch=self.epoch,
+            num_flushes=self.num_flushes,
+            num_holders=num_holders,
+            has_others=has_others,
+        )
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether only `repair` can make it serve (again)."""
+        return self.state is EngineState.QUARANTINED or (self.newcomer and self.state is EngineState.JOINING)
+
+    @property
+    def lent(self) -> bool:
+        """Whether it is lent to an evaluation and serves rollouts again afterwards."""
+        return self.state is EngineState.EVALUATING and not self.reserved
+
+
+class EnginePool(EngineJudge):
+    """All engines of a run, or of a model in `models`."""
 
     def __init__(
         self,
         metrics: Metrics,
         clock: Callable[[], float],
         max_strikes: int = 3,
+        *,
+        shares_all: bool = False,
     ) -> None:
         """Start without engines.
 
@@ -79,24 +160,27 @@ class EnginePool(LeaseHolder):
             metrics: Where states, versions and loads are shown.
             clock: Monotonic seconds.
             max_strikes: Implausible answers or lost calls after which an engine is quarantined.
+            shares_all: Whether all rollout workers may call all engines: those of teachers and judges.
         """
         self._metrics = metrics
         self._clock = clock
         self._max_strikes = max_strikes
-        self._slots: dict[str, EngineSlot] = {}
-        self._balancer = Balancer(max_prefill_tokens=balancing.MAX_PREFILL_TOKENS)
-        self.dispatcher = LeaseDispatcher(self._slots, self._balancer, self, metrics, clock)
-        """Gives calls to engines: what sessions know of the pool."""
+        self._records: dict[str, EngineRecord] = {}
+        self.own = GrantedEngines(self, metrics, clock)
+        """What the driver's own sessions call."""
+        self.dispatcher = self.own.dispatcher
+        self.serving_clock = self.own.serving_clock
+        self.holders: dict[GrantHolder, None] = {}
+        """The rollout workers that may call engines; `add_holder` adds one."""
+        self.borrowers: dict[EnginePool, None] = {}
+        """The pools of evaluations that engines are lent to."""
+        self._shares = EngineShares(everywhere=shares_all)
+        self._sharing: asyncio.Handle | None = None
+        """Shares the engines anew in this turn of the event loop."""
         self._need_repair: dict[str, None] = {}
         """Engines that need repair: finding them among thousands at every change would cost seconds."""
         self._changed = asyncio.Event()
-        self._serving: set[str] = set()
-        self.lease_holders: dict[LeaseHolder, None] = {}
-        """Other processes that make calls under leases of this pool, and pools its engines are lent to."""
-        self.statistics = PoolStatistics(self._slots, self._balancer, self.lease_holders, clock)
-        """Loads and idle time."""
-        self.serving_clock = ServingClock(clock)
-        """Runs while some engine serves."""
+        self._counted_from_s = clock()
         self._oldest_version: int | None = None
         """Cached until the next change of a state or version."""
 
@@ -104,7 +188,7 @@ class EnginePool(LeaseHolder):
 
     def announce_version(self, weight_version: int) -> None:
         """Expect that calls sample under a version from now on: engines are about to load it."""
-        self.dispatcher.newest_version = max(self.dispatcher.newest_version, weight_version)
+        self.own.announce_version(weight_version)
 
     def add_engine(self, engine: Engine, *, newcomer: bool = False) -> None:
         """Add an engine; it gets no calls before `serve_engine`.
@@ -113,14 +197,13 @@ class EnginePool(LeaseHolder):
             engine: The engine.
             newcomer: Whether it joins a running job, so that `repair` must load the current weights into it.
         """
-        slot = EngineSlot(engine, self._clock())
-        slot.newcomer = newcomer
-        self._slots[engine.engine_id] = slot
+        record = EngineRecord(engine, self._clock(), newcomer=newcomer)
+        self._records[engine.engine_id] = record
+        self.own.expect(engine.engine_id)
         # Evaluated at the scrape: a gauge that follows each call would cost as much as placing the call.
         running = self._metrics.engine_running_requests.labels(engine.engine_id)
-        running.set_function(lambda: slot.num_calls)
-        self._balancer.add_engine(engine.engine_id)
-        self._enter_state(slot, EngineState.JOINING)
+        running.set_function(lambda: self.load_of(engine.engine_id).calls)
+        self._enter_state(record, EngineState.JOINING)
 
     def serve_engine(self, engine_id: str, weight_version: int, *, keeps_cache: bool = False) -> bool:
         """Let an engine serve a version that was verified on it.
@@ -133,25 +216,21 @@ class EnginePool(LeaseHolder):
         Returns:
             False when it failed meanwhile, or is draining.
         """
-        slot = self._slots.get(engine_id)
-        if slot is None or slot.state in (EngineState.QUARANTINED, EngineState.DRAINING):
+        record = self._records.get(engine_id)
+        if record is None or record.state in (EngineState.QUARANTINED, EngineState.DRAINING):
             return False
-        slot.epoch += 1
-        if not keeps_cache:
-            slot.num_flushes += 1
-            slot.recompute_tokens = self._balancer.load_of(engine_id)
-        slot.weight_version, slot.error, slot.newcomer = weight_version, None, False
+        record.epoch += 1
+        record.num_flushes += not keeps_cache
+        record.weight_version, record.error, record.newcomer = weight_version, None, False
+        record.progress_s = self._clock()
         self.announce_version(weight_version)
-        slot.progress_s = slot.decode_s = self._clock()
-        for call in slot.streaming:
-            call.heard_s = slot.progress_s
-        self._enter_state(slot, EngineState.EVALUATING if slot.reserved else EngineState.SERVING)
+        self._enter_state(record, EngineState.EVALUATING if record.reserved else EngineState.SERVING)
         progressed()
         return True
 
     def reserve_engine(self, engine_id: str) -> None:
         """Reserve an engine that does not serve yet for evaluations."""
-        self._slots[engine_id].reserved = True
+        self._records[engine_id].reserved = True
 
     def lend_engine(self, engine_id: str) -> bool:
         """Lend a serving engine, with the weights it has, to an evaluation; False when it failed.
@@ -170,15 +249,11 @@ class EnginePool(LeaseHolder):
 
     def rejoin_engine(self, engine_id: str) -> None:
         """Let a quarantined engine that was restarted load the current weights."""
-        slot = self._slots[engine_id]
-        slot.restart_count += 1
-        slot.has_answered = False
-        slot.weight_version = -1
-        slot.strikes.clear()
-        slot.back_pressure, slot.refusals = BackPressure(), RequestRefusals()
-        self._balancer.limit_calls(engine_id, slot.back_pressure.max_calls)
-        self._end_pause(slot)
-        self._enter_state(slot, EngineState.JOINING)
+        record = self._records[engine_id]
+        record.restart_count += 1
+        record.weight_version = -1
+        record.strikes.clear()
+        self._enter_state(record, EngineState.JOINING)
 
     def quarantine_engine(self, engine_id: str, error: Exception, *, wrong_weights: bool = False) -> None:
         """Give an engine no more calls until it has rejoined, and drop the calls it has.
@@ -189,158 +264,100 @@ class EnginePool(LeaseHolder):
             wrong_weights: Whether an answer has shown that it samples by other weights than those published
                 to it: the tokens of its calls are discarded.
         """
-        slot = self._slots.get(engine_id)
-        if slot is None or slot.state is EngineState.QUARANTINED:
+        record = self._records.get(engine_id)
+        if record is None or record.state is EngineState.QUARANTINED:
             return
-        log.warning("engine %s is quarantined at version %d: %s", engine_id, slot.weight_version, error)
-        slot.error = error
+        log.warning("engine %s is quarantined at version %d: %s", engine_id, record.weight_version, error)
+        record.error = error
         self._metrics.engine_quarantined_total.labels(engine_id).inc()
-        self._enter_state(slot, EngineState.QUARANTINED)
+        self._enter_state(record, EngineState.QUARANTINED)
         kind = VersionMismatch if wrong_weights else CallLost
-        slot.drop_requests(kind, f"engine {engine_id} is quarantined: {error}")
+        self._drop_requests(record, kind, f"engine {engine_id} is quarantined: {error}")
+
+    def _drop_requests(self, record: EngineRecord, kind: type[EngineError], why: str) -> None:
+        """End the calls of an engine with errors of a kind, and the other requests that wait for it."""
+        self.own.drop_calls(record.engine.engine_id, kind, why)
+        for user in record.users:
+            user.drop_calls(record.engine.engine_id, kind, why)
+        for request in record.bounded_requests:
+            request.expire()
 
     def record_failed_repair(self, engine_id: str, error: Exception) -> None:
         """Record why a quarantined engine could not be repaired."""
-        if (slot := self._slots.get(engine_id)) is not None:
+        if (record := self._records.get(engine_id)) is not None:
             self.quarantine_engine(engine_id, error)
-            slot.error = error
+            record.error = error
 
     def record_strike(self, engine_id: str, error: EngineError) -> None:
         """Implements `EngineFailureListener.record_strike`.
 
         After `max_strikes` of them the engine is quarantined.
         """
-        slot = self._slots.get(engine_id)
-        if slot is None:
+        record = self._records.get(engine_id)
+        if record is None:
             return
         now = self._clock()
-        while slot.strikes and now - slot.strikes[0] > _STRIKE_MEMORY_S:
-            slot.strikes.popleft()
-        slot.strikes.append(now)
-        log.warning("engine %s, strike %d of %d: %s", engine_id, len(slot.strikes), self._max_strikes, error)
-        if len(slot.strikes) >= self._max_strikes:
+        while record.strikes and now - record.strikes[0] > _STRIKE_MEMORY_S:
+            record.strikes.popleft()
+        record.strikes.append(now)
+        log.warning(
+            "engine %s, strike %d of %d: %s", engine_id, len(record.strikes), self._max_strikes, error
+        )
+        if len(record.strikes) >= self._max_strikes:
             self.quarantine_engine(engine_id, error, wrong_weights=isinstance(error, VersionMismatch))
 
-    def record_back_pressure(self, engine_id: str, error: EngineBusy) -> None:
-        """Give an engine fewer calls, and none for a while, because it refused one while it served.
-
-        An engine that refuses calls for long and completes none is quarantined.
-        """
-        slot = self._slots.get(engine_id)
-        if slot is None or slot.state is not EngineState.SERVING:  # without its memory it refuses all
-            return
-        self._metrics.engine_busy_total.labels(engine_id).inc()
-        pressure, now, accepted = slot.back_pressure, self._clock(), slot.num_calls - 1
-        if slot.pause is not None:  # sent before the pause
-            pressure.lower_limit(now, accepted)
-        else:
-            pause_s = pressure.record_refusal(now, error, accepted=accepted)
-            log.warning("engine %s is busy, no calls for %.1f s: %s", engine_id, pause_s, error)
-            self._pause_engine(slot, pause_s)
-        self._balancer.limit_calls(engine_id, pressure.max_calls)
-        if pressure.is_broken(now, running=len(slot.streaming)):
-            self.quarantine_engine(engine_id, error)
-
-    def record_refused_request(self, engine_id: str, trajectory_id: str, error: RequestRefused) -> bool:
-        """Implements `EngineFailureListener.record_refused_request`.
-
-        An engine that is doubted gets few calls, so that others are given them. A refusal is a strike once
-        others have accepted requests.
-        """
-        slot = self._slots.get(engine_id)
-        if slot is None or slot.state is not EngineState.SERVING:
-            return False
-        refusals = slot.refusals
-        refusals.record_refusal(trajectory_id, self._clock())
-        if not self.doubts_refusals(engine_id):
-            self._balancer.limit_calls(engine_id, slot.back_pressure.max_calls)
-            return True
-        if slot.pause is None:
-            self._balancer.limit_calls(engine_id, 1)
-            self._pause_engine(slot, _REFUSAL_PAUSE_S)
-        others = [other for other in self._slots.values() if other is not slot]
-        if refusals.are_suspicious and any(other.refusals.accepted_s > refusals.since_s for other in others):
-            problem = (
-                f"engine {engine_id} refuses the requests of {refusals.num_trajectories} trajectories in a "
-                f"row, and other engines accept theirs: {error}"
-            )
-            self.record_strike(engine_id, EngineError(problem))
-        return False
-
     def doubts_refusals(self, engine_id: str) -> bool:
-        """Return whether an engine that refuses a request as wrong may be wrong itself.
+        """Implements `EngineJudge.doubts_refusals`.
 
         So it is if it refuses all, or serves alone while others are updated, unless those refuse all too.
         """
-        slot = self._slots[engine_id]
-        if not slot.refusals.are_suspicious and not self._serving <= {engine_id}:
+        slots = self.own.slots
+        if not slots[engine_id].refusals.are_suspicious and not self.own.serving.keys() <= {engine_id}:
             return False
         return any(
-            other is not slot
+            name != engine_id
             and other.state in _MAY_SERVE
             and not other.reserved
-            and not other.refusals.are_suspicious
-            for other in self._slots.values()
+            and not (name in slots and slots[name].refusals.are_suspicious)
+            for name, other in self._records.items()
         )
 
-    @contextmanager
-    def paused_calls(self, engine_id: str, limit_s: float) -> Iterator[None]:
-        """Give a serving engine no calls while the block runs, at most for `limit_s`."""
-        slot = self._slots[engine_id]
-        if slot.pause is not None:  # it is busy
-            yield
-            return
-        self._pause_engine(slot, limit_s)
-        pause = slot.pause
-        try:
-            yield
-        finally:
-            if slot.pause is pause:
-                self._end_pause(slot)
+    def record_doubted_refusals(self, engine_id: str, since_s: float, error: EngineError) -> None:
+        """Implements `EngineJudge.record_doubted_refusals`: a strike once others have accepted requests."""
+        others = (self.load_of(other) for other in self._records if other != engine_id)
+        if engine_id in self._records and any(other.accepted_s > since_s for other in others):
+            self.record_strike(engine_id, error)
 
-    def _pause_engine(self, slot: EngineSlot, pause_s: float) -> None:
-        """Give a serving engine no calls for a while."""
-        slot.pause = asyncio.get_running_loop().call_later(pause_s, self._end_pause, slot)
-        self._balancer.close_engine(slot.engine.engine_id)
-
-    def _end_pause(self, slot: EngineSlot) -> None:
-        """Let an engine be called again that was busy."""
-        if slot.pause is None:
-            return
-        slot.pause.cancel()
-        slot.pause = None
-        engine_id = slot.engine.engine_id
-        if self._slots.get(engine_id) is slot and slot.state is EngineState.SERVING:
-            self._balancer.open_engine(engine_id)
-            self.dispatcher.admit_waiting()
-
-    def record_local_shortage(self, error: LocalShortage) -> None:
-        """Make no calls for a while, because this process lacks what a connection needs."""
-        self.dispatcher.pause_calls(str(error))
+    def record_payload(self, engine_id: str) -> None:
+        """Implements `EngineJudge.record_payload`: requests that wait for payloads have longer."""
+        if (record := self._records.get(engine_id)) is not None:
+            for request in record.bounded_requests:
+                request.extend()
 
     async def drain_engine(self, engine_id: str) -> None:
         """Give an engine no more calls because it will leave; returns when its calls have ended."""
-        slot = self._slots[engine_id]
-        self._enter_state(slot, EngineState.DRAINING)
+        self._enter_state(self._records[engine_id], EngineState.DRAINING)
         with waiting("drain", engine_id):
-            await slot.empty.wait()
+            while (record := self._records.get(engine_id)) and (
+                record.users or self.load_of(engine_id).calls
+            ):
+                await self.wait_for_change()
 
     def remove_engine(self, engine_id: str) -> None:
         """Remove an engine. The calls it still has are dropped; their sessions go on with other engines."""
-        slot = self._slots.pop(engine_id)
-        self._end_pause(slot)
+        record = self._records.pop(engine_id)
         self._need_repair.pop(engine_id, None)
-        self._serving.discard(engine_id)
-        self._balancer.remove_engine(engine_id)
         self._oldest_version = None
-        slot.drop_requests(CallLost, f"engine {engine_id} has left")
+        self.own.remove(engine_id)
+        self._drop_requests(record, CallLost, f"engine {engine_id} has left")
         for gauge in (
             self._metrics.engine_up,
             self._metrics.engine_weight_version,
             self._metrics.engine_running_requests,
         ):
             gauge.remove(engine_id)
-        self._notify()
+        self.share_anew()
+        self.notify()
 
     @asynccontextmanager
     async def bounded_request(self, engine_id: str, limit_s: float) -> AsyncIterator[BoundedRequest]:
@@ -348,34 +365,33 @@ class EnginePool(LeaseHolder):
 
         The block is a wait for an update of the engine. The limit begins again whenever a piece of a routing
         payload arrives, for which the request may wait, and when workers have confirmed that they send the
-        engine nothing more: a silent worker is waited for as long as its leases are valid. It is not over
-        before workers that receive payloads have reported.
+        engine nothing more: a silent worker is waited for as long as its grants are valid.
 
         Raises:
             TimeoutError: When either comes first.
             EngineError: When the engine has left.
         """
-        slot = self._slots.get(engine_id)
-        if slot is None:
+        record = self._records.get(engine_id)
+        if record is None:
             raise EngineError(f"engine {engine_id} has left")
         async with (
             asyncio.timeout(None) as limit,
             waiting("engine update", engine_id, scope=limit) as wait,
         ):
-            request = BoundedRequest(slot, limit, limit_s, wait)
-            slot.bounded_requests.add(request)
+            request = BoundedRequest(lambda: self.load_of(engine_id).unobserved, limit, limit_s, wait)
+            record.bounded_requests.add(request)
             try:
                 yield request
             finally:
                 request.close()
-                slot.bounded_requests.discard(request)
+                record.bounded_requests.discard(request)
 
     async def interrupt_engine(self, engine: Engine, mode: InterruptMode) -> None:
         """End an epoch of an engine that gets no more calls; afterwards no call runs under its weights.
 
         ```
          hold, lend, drain, quarantine ──► revoke ──► interrupt ──► the engine's confirmation
-         no more leases                    no more    running calls end (abort), or pause (retract, in_place)
+         no new calls                      no more    running calls end (abort), or pause (retract, in_place)
                                            requests   end_engine: its process ends
         ```
 
@@ -386,7 +402,7 @@ class EnginePool(LeaseHolder):
             InvariantError: The engine still serves.
             EngineError: It does not end its calls.
         """
-        await self._revoke_leases(engine.engine_id, aborts=mode == "abort")
+        await self._revoke_grants(engine.engine_id, aborts=mode == "abort")
         await engine.interrupt(mode)
 
     async def end_engine(self, engine_id: str, end: Callable[[str], Awaitable[None]]) -> None:
@@ -395,76 +411,172 @@ class EnginePool(LeaseHolder):
         Raises:
             InvariantError: The engine still serves.
         """
-        await self._revoke_leases(engine_id, aborts=True)
-        if engine_id in self._slots:  # it has not left meanwhile
+        await self._revoke_grants(engine_id, aborts=True)
+        if engine_id in self._records:  # it has not left meanwhile
             await end(engine_id)
 
-    @property
-    def is_silent(self) -> bool:
-        """Implements `LeaseHolder.is_silent`."""
-        return False
+    def _begin_revocations(self, engine_id: str, *, aborts: bool) -> list[Revocation]:
+        record = self._records.get(engine_id)
+        users = list(record.users) if record is not None else []
+        revocations = [each for user in users for each in user.begin_revocation(engine_id, aborts=aborts)]
+        for borrower in self.borrowers:  # its evaluation has ended, or ends now
+            lent = borrower._records.get(engine_id)
+            if lent is not None and lent.state is EngineState.SERVING:
+                error = EngineError(f"engine {engine_id} is not lent any longer")
+                borrower.quarantine_engine(engine_id, error)
+            revocations += borrower._begin_revocations(engine_id, aborts=aborts)
+        return revocations
 
-    def begin_revocation(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
-        """Implements `LeaseHolder.begin_revocation`: the pool that has lent the engine takes it away."""
-        slot = self._slots.get(engine_id)
-        if slot is not None and slot.state is EngineState.SERVING:
-            self.quarantine_engine(engine_id, EngineError(f"engine {engine_id} is not lent any longer"))
-        return self._begin_revocations(engine_id, aborts=aborts)
-
-    def _begin_revocations(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
-        holders = self.lease_holders
-        return [each for holder in holders for each in holder.begin_revocation(engine_id, aborts=aborts)]
-
-    async def _revoke_leases(self, engine_id: str, *, aborts: bool) -> None:
-        """Wait until no other process sends requests to an engine under the leases it has now."""
-        slot = self._slots.get(engine_id)
-        if slot is not None and slot.state is EngineState.SERVING:
+    async def _revoke_grants(self, engine_id: str, *, aborts: bool) -> None:
+        """Wait until no rollout worker sends requests to an engine under the grants it has now."""
+        record = self._records.get(engine_id)
+        if record is not None and record.state is EngineState.SERVING:
             raise InvariantError(f"engine {engine_id} is interrupted, and it still gets calls: hold it first")
         revocations = self._begin_revocations(engine_id, aborts=aborts)
         with ExitStack() as suspended:
-            for request in slot.bounded_requests if slot is not None else ():
+            for request in record.bounded_requests if record is not None else ():
                 suspended.enter_context(request.suspended())
             await wait_for_confirmations(revocations, engine_id)
+
+    # -- rollout workers ----------------------------------------------------------------------------------
+
+    def add_holder(self, holder: GrantHolder) -> None:
+        """Let a rollout worker have a share of the engines."""
+        self.holders[holder] = None
+        self.share_anew()
+
+    def remove_holder(self, holder: GrantHolder) -> None:
+        """Share the engines among the others: the worker can no longer call any."""
+        self.holders.pop(holder, None)
+        for record in self._records.values():
+            if holder in record.users:
+                del record.users[holder]
+                self.note_use(record.engine.engine_id)
+        self.share_anew()
+        self.notify()
+
+    def share_of(self, holder: GrantHolder) -> float:
+        """Return how many engines a rollout worker has, those that it shares in part."""
+        return self._shares.weights.get(holder, 0.0)
+
+    def share_anew(self) -> None:
+        """Share the engines in this turn: engines or workers have come or gone, or workers are back."""
+        if self._sharing is None and self.holders:
+            self._sharing = asyncio.get_running_loop().call_soon(self.share_engines)
+
+    def share_engines(self) -> None:
+        """Share the engines among the workers that can call them now."""
+        self._sharing = None
+        able = [holder for holder in self.holders if holder.may_call]
+        shared = [engine_id for engine_id, record in self._records.items() if record.state in _SHARED]
+        self._shares.update(shared, able)
+        mine: dict[GrantHolder, set[str]] = {holder: set() for holder in able}
+        for engine_id, holders in self._shares.holders_of.items():
+            for holder in holders:
+                mine[holder].add(engine_id)
+            if self._records[engine_id].state is EngineState.SERVING:
+                self._grant_engine(engine_id)
+        for holder, engines in mine.items():
+            for engine_id in list(holder.grants()):
+                if engine_id in self._records and engine_id not in engines:
+                    holder.begin_revocation(engine_id, aborts=False)  # its calls go on: the epoch does
+
+    def _grant_engine(self, engine_id: str) -> None:
+        """Let the workers that share a serving engine call it."""
+        record, holders = self._records[engine_id], self._shares.holders_of.get(engine_id, ())
+        grant = record.grant(num_holders=max(1, len(holders)), has_others=len(self._records) > 1)
+        for holder in holders:
+            if holder.grants().get(engine_id) != grant:
+                record.users[holder] = None
+                holder.grant(record.engine, grant)
+
+    def note_use(self, engine_id: str) -> None:
+        """Note that an engine has other calls than before, or fewer users."""
+        if (record := self._records.get(engine_id)) is None:
+            return
+        for user in [user for user in record.users if user.load_of(engine_id) is None]:
+            del record.users[user]
+        record.idle.set_busy(self.load_of(engine_id).calls > 0, self._clock())
+        if record.state is EngineState.DRAINING:
+            self.notify()
 
     # -- queries ------------------------------------------------------------------------------------------
 
     def engines(self, *states: EngineState) -> Sequence[Engine]:
         """Return the engines in any of the states; all engines without an argument."""
-        return [slot.engine for slot in self._slots.values() if not states or slot.state in states]
+        return [record.engine for record in self._records.values() if not states or record.state in states]
 
     def engine(self, engine_id: str) -> Engine:
         """Return an engine of the pool."""
-        return self._slots[engine_id].engine
+        return self._records[engine_id].engine
+
+    def load_of(self, engine_id: str) -> EngineLoad:
+        """Return what all calls of an engine say about its load."""
+        record = self._records.get(engine_id)
+        users = record.users if record is not None else ()
+        loads = [self.own.load_of(engine_id), *(user.load_of(engine_id) for user in users)]
+        known = [load for load in loads if load is not None]
+        return EngineLoad(
+            calls=sum(load.calls for load in known),
+            tokens=sum(load.tokens for load in known),
+            progress_s=max([load.progress_s for load in known], default=record.progress_s if record else 0.0),
+            prefill_tokens=sum(load.prefill_tokens for load in known),
+            accepted_s=max((load.accepted_s for load in known), default=-math.inf),
+            unobserved=any(load.unobserved for load in known),
+        )
+
+    def loads(self, engine_ids: Iterable[str]) -> dict[str, EngineLoad]:
+        """Return the loads of several engines, by id."""
+        return {engine_id: self.load_of(engine_id) for engine_id in engine_ids}
+
+    @property
+    def imbalance(self) -> float:
+        """Highest load of a serving engine over the mean; 1 when all are idle."""
+        loads = [self.load_of(engine.engine_id).tokens for engine in self.engines(EngineState.SERVING)]
+        return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
+
+    @property
+    def idle_share(self) -> float:
+        """Share of the engines' time without any call, since the pool was created or the clock restarted."""
+        now = self._clock()
+        elapsed = (now - self._counted_from_s) * max(1, len(self._records))
+        return sum(record.idle.idle_s(now) for record in self._records.values()) / elapsed if elapsed else 0.0
+
+    def restart_idle_clock(self) -> None:
+        """Count idle time from now on: the time that engines take to start is not idle time."""
+        self._counted_from_s = self._clock()
+        for record in self._records.values():
+            record.idle.restart(self._counted_from_s)
 
     def has_engine(self, state: EngineState) -> bool:
         """Return whether an engine is in this state."""
-        return any(slot.state is state for slot in self._slots.values())
+        return any(record.state is state for record in self._records.values())
 
     def __contains__(self, engine_id: str) -> bool:
-        return engine_id in self._slots
+        return engine_id in self._records
 
     def snapshot_of(self, engine_id: str) -> EngineSnapshot | None:
         """Return the state of an engine and what it serves; None when it is not in the pool."""
-        slot = self._slots.get(engine_id)
-        return slot.snapshot if slot is not None else None
+        record = self._records.get(engine_id)
+        return record.snapshot if record is not None else None
 
     def version_of(self, engine_id: str) -> int:
         """Return the verified version of an engine, -1 before the first."""
-        return self._slots[engine_id].weight_version
+        return self._records[engine_id].weight_version
 
     def error_of(self, engine_id: str) -> Exception | None:
         """Return the error for which an engine is quarantined."""
-        return self._slots[engine_id].error
+        return self._records[engine_id].error
 
     @property
     def oldest_version(self) -> int:
         """A lower bound of the version that a call made from now on samples under."""
         if self._oldest_version is None:
             sampling = (EngineState.SERVING, EngineState.UPDATING)
-            slots = self._slots.values()
-            versions = [slot.weight_version for slot in slots if slot.state in sampling]
+            slots = self._records.values()
+            versions = [record.weight_version for record in slots if record.state in sampling]
             if not versions:  # a lent engine is not older when it is taken back
-                versions = [slot.weight_version for slot in slots if slot.lent]
+                versions = [record.weight_version for record in slots if record.lent]
             self._oldest_version = min(versions, default=0)
         return self._oldest_version
 
@@ -472,7 +584,7 @@ class EnginePool(LeaseHolder):
     def has_active_engine(self) -> bool:
         """Whether some engine serves, or will once its weight update or evaluation ends."""
         active = (EngineState.SERVING, EngineState.UPDATING)
-        return any(slot.state in active or slot.lent for slot in self._slots.values())
+        return any(record.state in active or record.lent for record in self._records.values())
 
     def needs_repair(self, engine_id: str) -> bool:
         """Whether an engine of the pool is quarantined, or a newcomer."""
@@ -494,38 +606,38 @@ class EnginePool(LeaseHolder):
 
     def _leave_state(self, engine_id: str, before: EngineState, after: EngineState) -> bool:
         """Move an engine from one state to another; False when it is not in the first."""
-        slot = self._slots.get(engine_id)
-        if slot is None or slot.state is not before:
+        record = self._records.get(engine_id)
+        if record is None or record.state is not before:
             return False
-        self._enter_state(slot, after)
+        self._enter_state(record, after)
         return True
 
-    def _enter_state(self, slot: EngineSlot, state: EngineState) -> None:
-        engine_id = slot.engine.engine_id
-        slot.state = state
+    def _enter_state(self, record: EngineRecord, state: EngineState) -> None:
+        engine_id, before = record.engine.engine_id, record.state
+        record.state = state
         self._oldest_version = None
-        if slot.needs_repair:
+        if record.needs_repair:
             self._need_repair[engine_id] = None
         else:
             self._need_repair.pop(engine_id, None)
         if state is EngineState.SERVING:
-            self._serving.add(engine_id)
+            slot = self.own.grant(
+                record.engine, record.grant(num_holders=1, has_others=len(self._records) > 1)
+            )
+            slot.on_busy = lambda busy: self.note_use(engine_id)
+            self._grant_engine(engine_id)
         else:
-            self._serving.discard(engine_id)
-        if state is EngineState.SERVING and slot.pause is None:
-            self._balancer.open_engine(engine_id)
-        else:
-            self._balancer.close_engine(engine_id)
+            self.own.revoke(engine_id, state)
+            self.own.notify()
+            for user in record.users if before is EngineState.SERVING else ():
+                user.begin_revocation(engine_id, aborts=False)
+        if (state in _SHARED) is not (before in _SHARED):
+            self.share_anew()
         self._metrics.engine_up.labels(engine_id).set(state is not EngineState.QUARANTINED)
-        self._metrics.engine_weight_version.labels(engine_id).set(slot.weight_version)
-        self._notify()
+        self._metrics.engine_weight_version.labels(engine_id).set(record.weight_version)
+        self.notify()
 
-    def _notify(self) -> None:
-        """Run or stop the serving clock, admit waiting calls, and wake all that wait for a change.
-
-        Later waiters get a fresh event.
-        """
-        self.serving_clock.set_paused(not self._serving)
-        self.dispatcher.admit_waiting()
+    def notify(self) -> None:
+        """Wake all that wait for a change; later waiters get a fresh event."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -209,9 +209,9 @@ class EvaluationService:
             pool.add_engine(engine)
             pool.serve_engine(engine.engine_id, version)
         answers = await wait_out_shortage(lambda: asyncio.to_thread(self._open_archive, version))
-        # Workers of the evaluation have leases of its pool: they count where the run changes an engine.
+        # Workers of the evaluation have grants of its pool: they count where the run changes an engine.
         self._forget_ended_pools()
-        self._pool.lease_holders[pool] = None
+        self._pool.borrowers[pool] = None
         try:
             async with services(mirror=lambda: self._mirror_failures(pool)):
                 return await self._evaluator.evaluate_sets(pool, version, answers)
@@ -223,10 +223,10 @@ class EvaluationService:
                 await asyncio.to_thread(answers.close)
 
     def _forget_ended_pools(self) -> None:
-        """Forget pools of evaluations whose workers can no longer use their leases."""
-        for holder in list(self._pool.lease_holders):
-            if isinstance(holder, EnginePool) and not holder.lease_holders:
-                del self._pool.lease_holders[holder]
+        """Forget pools of evaluations whose workers can no longer use their grants."""
+        for pool in list(self._pool.borrowers):
+            if not pool.holders:
+                del self._pool.borrowers[pool]
 
     def _open_archive(self, version: int) -> Archive | None:
         """Return the archive of the answers; remove the oldest evaluations."""
@@ -287,7 +287,7 @@ class EvaluationService:
                 with waiting("engine", why=lambda: f"none serves version {version}"):
                     await _wait_for_first(self._pool.wait_for_change, self._phases.wait_for_engines_phase_end)
                 continue
-            engine = min(able, key=lambda engine: self._pool.statistics.load_of(engine.engine_id).calls)
+            engine = min(able, key=lambda engine: self._pool.load_of(engine.engine_id).calls)
             name = engine.engine_id
             if not self._pool.lend_engine(name):
                 continue

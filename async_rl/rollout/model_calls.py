@@ -32,7 +32,7 @@ async def call_model(
     finish: Finish | None = None
     num_tokens = len(request.input_ids)
     async with calls.lease(key, num_tokens + request.max_new_tokens, prompt=num_tokens) as lease:
-        request = replace(request, request_id=f"{key}-{lease.restart_count}.{lease.epoch}")
+        request = replace(request, request_id=f"{key}-{lease.epoch_name}")
         try:
             async with aclosing(lease.generate(request)) as stream:
                 async for event in stream:

@@ -213,7 +213,7 @@ class Doctor:
         """Return the present state of all engines."""
         pool, config = self._pool, self._engine
         states = {engine.engine_id: state for state in EngineState for engine in pool.engines(state)}
-        vitals = pool.statistics.loads(states)
+        vitals = pool.loads(states)
         return [
             EngineView(
                 engine_id=engine_id,

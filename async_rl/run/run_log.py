@@ -165,7 +165,7 @@ class RunLogger:
         if self._run_begin_s is None:
             self._run_begin_s = now - (self.records[-1].time_s if self.records else 0.0)
             sampled.inc(_sampled_before(self.records))
-            self._pool.statistics.restart_idle_clock()
+            self._pool.restart_idle_clock()
         self._last_record = now, value_of(sampled)
 
     def hold_step(self, done: TrainedStep, queue: TrajectoryQueue) -> None:
@@ -253,7 +253,7 @@ class RunLogger:
                 trajectories=trajectories,
                 rl_seconds=ended_s - self._run_begin_s,
                 sampled_tokens=int(value_of(self._metrics.sampled_tokens_total)),
-                engine_idle_share=self._pool.statistics.idle_share,
+                engine_idle_share=self._pool.idle_share,
                 max_staleness=config.rollout.max_staleness,
                 routing_merge=config.routing.merge if config.routing.from_engine else "off",
             ),
@@ -270,7 +270,7 @@ class RunLogger:
             time_s=now - self._run_begin_s,
             tokens_per_s=tokens / max(now - last_s, 1e-9),
             length_ks=queue.groups.lengths.distance,
-            engine_idle_share=self._pool.statistics.idle_share,
+            engine_idle_share=self._pool.idle_share,
             groups_without_signal=count_groups_without_signal(done.batch, self._config.trainer.loss),
         )
 

@@ -31,7 +31,9 @@ _SHORTAGE_DELAY_S: Final = 0.2
 _MAX_SHORTAGE_DELAY_S: Final = 1.0
 """The wait doubles up to this: thousands of trajectories may wait to be stored on one full disk."""
 
-DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+DISK_ERRORS: Final = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EACCES, errno.ESTALE}
+)
 """What a disk answers that does not take what is written."""
 
 _SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT})

@@ -131,10 +131,10 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "nothing wakes it",
         "Nothing is due before a signal, a quarantine or the next second.",
     ),
-    "leases": WaitKind(
-        "rollout workers to return their leases of {}",
-        "rollout workers do not return their leases of {}",
-        "Workers must confirm that they begin no more calls, or their leases must expire.",
+    "grants": WaitKind(
+        "rollout workers to send nothing more to {}",
+        "rollout workers do not confirm that they send nothing more to {}",
+        "Workers must confirm that they begin no more calls, or their grants must expire.",
     ),
     "model": WaitKind(
         "the model {} to answer",
@@ -165,11 +165,6 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "a rollout worker to come up",
         "no rollout worker comes up",
         "A rollout worker is starting.",
-    ),
-    "rollout worker calls": WaitKind(
-        "{} to reach engines and the driver",
-        "{} does not reach both engines and the driver",
-        "A rollout worker gets no leases until an engine answers it and the driver hears of it.",
     ),
     "routing": WaitKind(
         "its routing rows",
@@ -501,6 +496,13 @@ class NamedLock(asyncio.Lock):
 def progressed() -> None:
     """Note progress of the run that the current task belongs to."""
     _acting.get().waits.note_progress()
+
+
+def heard_of(engine_id: str) -> None:
+    """Note that an engine has sent something to another process of the run."""
+    waits = _acting.get().waits
+    waits.note_progress()
+    waits.heard_s[engine_id] = waits.progressed_s
 
 
 def _default_actor() -> acting:

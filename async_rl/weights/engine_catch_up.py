@@ -14,8 +14,7 @@ from typing import Final
 from async_rl.config import WeightsConfig
 from async_rl.engine_protocol import Engine
 from async_rl.engines.control_requests import wait_out
-from async_rl.engines.lease import EngineSnapshot
-from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.pool import EnginePool, EngineSnapshot, EngineState
 from async_rl.errors import EngineError, WeightSyncError
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import NamedLock, waiting

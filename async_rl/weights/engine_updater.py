@@ -23,8 +23,7 @@ import msgspec
 
 from async_rl.config import WeightsConfig
 from async_rl.engine_protocol import Engine, WeightUpdate
-from async_rl.engines.lease import EngineSnapshot
-from async_rl.engines.pool import EnginePool, EngineState
+from async_rl.engines.pool import EnginePool, EngineSnapshot, EngineState
 from async_rl.errors import EngineError, WeightSyncError
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting

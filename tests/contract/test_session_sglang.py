@@ -1,4 +1,4 @@
-"""Sessions and leases of rollout workers on a real SGLang server.
+"""Sessions and grants of rollout workers on a real SGLang server.
 
 Sessions whose version changes, and an engine that stops, are in `test_real_parts.py`.
 """
@@ -36,8 +36,8 @@ LEASED = 1500
 
 SHORT = [40, 41, 42, 43]
 
-LEASE_S = 6.0
-"""Longer than any stall of the machine, so that leases expire in one test only."""
+GRANT_S = 6.0
+"""Longer than any stall of the machine, so that grants expire in one test only."""
 
 
 def bench_of(engine: Any, world: SGLangWorld, **changes: Any) -> Bench:
@@ -141,13 +141,13 @@ async def test_each_token_keeps_its_mask_when_updates_interrupt_truncated_sampli
     assert bench.counted("answers_discarded_total", reason="wrong_mask") == 0
 
 
-# -- leases of rollout workers ----------------------------------------------------------------------------
+# -- grants of rollout workers ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 async def subject(sglang_world: SGLangWorld) -> AsyncIterator[EngineThroughWorker]:
     engine, client = sglang_world.engine(), sglang_world.engine()
-    async with through_worker(engine, client, lease_s=LEASE_S) as made:
+    async with through_worker(engine, client, grant_s=GRANT_S) as made:
         await sglang_world.load(made, 0)
         yield made
         await engine.interrupt("abort")
@@ -173,7 +173,7 @@ async def test_nothing_runs_at_the_server_once_an_interruption_has_returned(
     assert {one.finish.reason for one in calls if one.finish is not None} == {"abort"}
 
 
-async def test_nothing_runs_at_the_server_when_the_leases_of_a_silent_worker_have_expired(
+async def test_nothing_runs_at_the_server_when_the_grants_of_a_silent_worker_have_expired(
     subject: EngineThroughWorker, sglang_world: SGLangWorld
 ) -> None:
     running = Call(subject, request(SHORT, LEASED))
@@ -186,10 +186,10 @@ async def test_nothing_runs_at_the_server_when_the_leases_of_a_silent_worker_hav
     async with asyncio.TaskGroup() as tasks:
         lost = tasks.create_task(run())
         await running.has_tokens(4)
-        os.killpg(group, signal.SIGSTOP)  # a fast server would end the call before its lease expires
+        os.killpg(group, signal.SIGSTOP)  # a fast server would end the call before its grant expires
         try:
             subject.driver_answers = False
-            subject.calls.revoke = lambda message: None  # type: ignore[method-assign]
+            subject.worker.revoke = lambda message: None  # type: ignore[method-assign]
             interruption = tasks.create_task(subject.interrupt("abort"))
             await lost
         finally:

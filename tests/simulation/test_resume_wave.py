@@ -91,7 +91,7 @@ def wave(budget: int | None, *, stagger_s: float = 0.05) -> Wave:
                 pool.serve_engine(engine.engine_id, 1)
                 await asyncio.sleep(stagger_s)
             await finished.wait()
-            imbalance = pool.statistics.imbalance
+            imbalance = pool.imbalance
             for engine in engines:
                 engine.done.set()
         times = np.array(list(firsts.values()))

@@ -126,7 +126,7 @@ def test_a_worker_that_reaches_no_engine_is_replaced_and_no_engine_is_restarted(
         pytest.param("WorkerBackend._keep_worker", marks=pytest.mark.real),
         *(
             pytest.param(f, marks=pytest.mark.long)
-            for f in ("WorkerBackend.run_attempt", "RemoteCalls.lease")
+            for f in ("WorkerBackend.run_attempt", "LeaseDispatcher.lease")
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""An engine called by a rollout worker: leases over a real link, requests by a client of the worker's own."""
+"""An engine called by a rollout worker: grants over a real link, requests by a client of the worker's own."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import (
-    DropCall,
+    EnginesReleased,
+    GrantEngines,
     Heartbeat,
-    LeaseGranted,
-    LeasesRenewed,
     Link,
-    RevokeLeases,
+    Renewed,
+    RevokeEngines,
 )
-from async_rl.rollout.workers.relayed_leases import RelayedLeases
-from async_rl.rollout.workers.remote_calls import RemoteCalls
-from async_rl.rollout.workers.worker import LEASE_S, TICK_S
+from async_rl.rollout.workers.worker import GRANT_S, TICK_S
+from async_rl.rollout.workers.worker_engines import WorkerEngines
+from async_rl.rollout.workers.worker_grants import WorkerGrants
 from async_rl.runtime.supervision import Nursery
 
 
 class EngineThroughWorker:
     """Implements `Engine`: a worker makes the calls, and the driver's pool interrupts the engine.
 
-    Calls take leases; `interrupt` is `EnginePool.interrupt_engine`; the engine serves again when it resumes.
+    Calls take grants; `interrupt` is `EnginePool.interrupt_engine`; the engine serves again when it resumes.
     """
 
-    def __init__(self, engine: Engine, client: Engine, pool: EnginePool, calls: RemoteCalls) -> None:
+    def __init__(self, engine: Engine, client: Engine, pool: EnginePool, worker: WorkerEngines) -> None:
         self.engine = engine
         """The driver's client."""
         self.client = client
         """The worker's."""
         self.pool = pool
-        self.calls = calls
+        self.worker = worker
+        self.calls = worker.models[""].dispatcher
         self.driver_answers = True
-        """Whether the driver answers heartbeats, and so renews the leases."""
+        """Whether the driver answers heartbeats, and so renews the grants."""
         self._paused = False
         self.engine_id = engine.engine_id
         self.decode_routing = client.decode_routing
@@ -99,7 +100,7 @@ class EngineThroughWorker:
 
 @asynccontextmanager
 async def through_worker(
-    engine: Engine, client: Engine, *, lease_s: float = LEASE_S
+    engine: Engine, client: Engine, *, grant_s: float = GRANT_S
 ) -> AsyncIterator[EngineThroughWorker]:
     """Make calls to an engine through a worker, whose client of it is given, while the block runs."""
     clock = asyncio.get_running_loop().time
@@ -110,23 +111,23 @@ async def through_worker(
         connecting = tasks.start_task("worker", connect_link("127.0.0.1", listener.port, listener.key))
         ours = await listener.accept_link()
         theirs = await connecting
-        leases = RelayedLeases(
+        grants = WorkerGrants(
             "rollout-worker-0",
             {"": pool},
             ours.post,
-            lease_s=lease_s,
+            grant_s=grant_s,
             clock=clock,
-            on_lease=lambda *of: None,
+            on_revoke=lambda version: None,
             probe_timeout_s=5.0,
             worker_stall_s=30.0,
         )
-        calls = RemoteCalls(theirs.post, lambda *of: client, lease_s=lease_s, metrics=metrics, clock=clock)
+        worker = WorkerEngines(theirs.post, lambda *of: client, {"": metrics}, grant_s=grant_s, clock=clock)
         sent: dict[int, float] = {}
-        tasks.start_task("checks", leases.checks.check_engines())
-        tasks.start_task("worker's end", _receive_in_worker(theirs, calls, sent))
-        tasks.start_task("heartbeats", _send_heartbeats(theirs, calls, sent))
-        subject = EngineThroughWorker(engine, client, pool, calls)
-        tasks.start_task("driver's end", _receive_in_driver(ours, leases, subject))
+        tasks.start_task("checks", grants.checks.check_engines())
+        tasks.start_task("worker's end", _receive_in_worker(theirs, worker, sent))
+        tasks.start_task("heartbeats", _send_heartbeats(theirs, worker, sent))
+        subject = EngineThroughWorker(engine, client, pool, worker)
+        tasks.start_task("driver's end", _receive_in_driver(ours, grants, subject))
         await subject.wait_ready()
         yield subject
         tasks.cancel_tasks()
@@ -134,32 +135,29 @@ async def through_worker(
         theirs.close()
 
 
-async def _receive_in_driver(link: Link, leases: RelayedLeases, subject: EngineThroughWorker) -> None:
+async def _receive_in_driver(link: Link, grants: WorkerGrants, subject: EngineThroughWorker) -> None:
     while True:
         message = await link.receive()
-        if isinstance(message, Heartbeat):
-            if subject.driver_answers:
-                leases.renew(message)
-        else:
-            leases.handle_message(message)
+        if isinstance(message, EnginesReleased):
+            grants.record_release(message)
+        elif isinstance(message, Heartbeat) and subject.driver_answers:
+            grants.renew(message)
 
 
-async def _send_heartbeats(link: Link, calls: RemoteCalls, sent: dict[int, float]) -> None:
+async def _send_heartbeats(link: Link, worker: WorkerEngines, sent: dict[int, float]) -> None:
     while True:
         sent[len(sent) + 1] = asyncio.get_running_loop().time()
-        link.post(Heartbeat(number=len(sent), calls=calls.progress(), forgotten=calls.pop_forgotten()))
+        link.post(Heartbeat(number=len(sent), engines=worker.uses(), reports=worker.pop_reports()))
         await asyncio.sleep(TICK_S)
 
 
-async def _receive_in_worker(link: Link, calls: RemoteCalls, sent: dict[int, float]) -> None:
+async def _receive_in_worker(link: Link, worker: WorkerEngines, sent: dict[int, float]) -> None:
     """Do what `RolloutWorker` does with messages that concern engines."""
     while True:
         match await link.receive():
-            case LeaseGranted() as granted:
-                calls.grant(granted)
-            case LeasesRenewed() as renewed:
-                calls.renew(sent[renewed.number])
-            case DropCall() as drop:
-                calls.drop_call(drop)
-            case RevokeLeases() as revoke:
-                calls.revoke(revoke)
+            case GrantEngines() as granted:
+                worker.grant(granted)
+            case Renewed() as renewed:
+                worker.renew(sent[renewed.number])
+            case RevokeEngines() as revoke:
+                worker.revoke(revoke)

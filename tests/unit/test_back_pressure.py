@@ -202,15 +202,15 @@ async def test_engines_are_believed_when_none_can_show_that_a_request_is_right(o
     async with manual_pool("a", *["b"] * others) as bench:
         for name in bench.engines:
             for number in range(4):
-                bench.pool.record_refused_request(name, f"{name}{number}", refused)
-        assert bench.pool.record_refused_request("a", "a9", refused)
+                bench.pool.own.record_refused_request(name, f"{name}{number}", refused)
+        assert bench.pool.own.record_refused_request("a", "a9", refused)
         assert bench.state("a") is EngineState.SERVING
 
 
 async def test_an_engine_accepts_requests_when_it_answers_without_tokens() -> None:
     async with manual_pool("scores", "a") as bench:
         for number in range(9):
-            bench.pool.record_refused_request("scores", f"t{number}", RequestRefused("too long"))
+            bench.pool.own.record_refused_request("scores", f"t{number}", RequestRefused("too long"))
             await asyncio.sleep(1.1)
             bench.start(f"s{number}")
             await settle()
@@ -231,8 +231,8 @@ async def test_an_engine_is_believed_when_it_accepts_others_or_refuses_one_traje
     async with manual_pool("broken", "a") as bench:
         for number in range(20):
             await asyncio.sleep(1.0)
-            bench.pool.record_refused_request("broken", f"t{number}", refused)
-            bench.pool.record_refused_request("broken", f"bad.{number}", refused)  # a branch of `bad`
+            bench.pool.own.record_refused_request("broken", f"t{number}", refused)
+            bench.pool.own.record_refused_request("broken", f"bad.{number}", refused)  # a branch of `bad`
             for key in ("b", "c"):  # one on each engine
                 bench.start(f"{key}{number}")
                 await settle()
@@ -242,7 +242,7 @@ async def test_an_engine_is_believed_when_it_accepts_others_or_refuses_one_traje
         assert bench.state("broken") is EngineState.SERVING
         for number in range(20):
             await asyncio.sleep(1.0)
-            bench.pool.record_refused_request("broken", f"bad.{number}", refused)
+            bench.pool.own.record_refused_request("broken", f"bad.{number}", refused)
             bench.start(f"d{number}")
             await settle()
         assert [len(engine.streams) for engine in bench.engines.values()] == [30, 30], "it is not paused"
@@ -266,12 +266,12 @@ async def test_a_busy_engine_gets_no_calls_until_it_asked_for_them() -> None:
 async def test_an_engine_that_refuses_a_late_call_while_it_does_not_serve_gets_all_calls_afterwards() -> None:
     async with manual_pool("a") as bench:
         bench.pool.hold_engine("a")
-        bench.pool.record_back_pressure("a", EngineBusy("its memory is released", 5.0))
+        bench.pool.own.record_back_pressure("a", EngineBusy("its memory is released", 5.0))
         bench.pool.serve_engine("a", 1)
         for index in range(4):
             bench.start(f"t{index}")
         await settle()
-        assert bench.pool.statistics.load_of("a").calls == 4
+        assert bench.pool.load_of("a").calls == 4
 
 
 async def test_a_busy_engine_is_given_what_it_accepted_and_the_others_the_rest() -> None:

@@ -86,8 +86,12 @@ def test_no_mutation_of_a_message_makes_anything_but_the_documented_error() -> N
         messages.encode(message)
         for message in (
             messages.StartAttempt(request_id=1, task=task, trajectory_id="x", group_id="g", attempt=1),
-            messages.DropCall(lease_id=1, why="é" * 100),
-            messages.Heartbeat(waits={"x": "tool"}),
+            messages.RevokeEngines(
+                engines={"e": messages.Revoked(failure="é" * 100)}, newest_version=1, number=1
+            ),
+            messages.Heartbeat(
+                waits=(messages.LongWait(trajectory_id="x", on="tool", target="t", age_s=6.0),)
+            ),
         )
     ]
     refused = 0

@@ -35,7 +35,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WELL = EngineLoad(
-    calls=4, progress_s=1000.0, decode_s=1000.0, prefill_tokens=0, silent_since_s=1000.0, overtaken_s=None
+    calls=4, tokens=9, progress_s=1000.0, decode_s=1000.0, prefill_tokens=0, silent_since_s=1000.0
 )
 
 
@@ -44,8 +44,6 @@ WELL = EngineLoad(
     [
         ({}, 1060.0, None),
         ({}, 1061.0, "silent"),
-        # A rollout worker that makes some of the calls says nothing.
-        ({"unobserved": True}, 9999.0, None),
         # An idle engine says nothing, and need not.
         ({"calls": 0}, 9999.0, None),
         # 32768 tokens may take 66 s more.

@@ -34,8 +34,8 @@ async def test_a_cancelled_call_gives_its_place_back_when_it_is_streaming() -> N
         assert bench.order == ["t1", "t2"]
         second.cancel()
         await settle()
-        assert bench.pool.statistics.load_of("a").calls == 0
-        assert bench.pool.statistics.load_of("a").prefill_tokens == 0
+        assert bench.pool.load_of("a").calls == 0
+        assert bench.pool.load_of("a").prefill_tokens == 0
 
 
 async def test_one_lost_call_is_no_reason_to_stop_an_engine_but_three_are() -> None:
@@ -92,11 +92,11 @@ async def test_a_waiting_call_leaves_no_trace_when_it_is_cancelled_as_its_turn_c
         waits.cancel()
         await settle()
         assert bench.order == ["t2"]
-        assert bench.pool.statistics.load_of("a").calls == 1
+        assert bench.pool.load_of("a").calls == 1
         bench.engines["a"].say(0, END)
         await settle()
         assert other.result() == "a"
-        assert bench.pool.statistics.load_of("a").calls == 0
+        assert bench.pool.load_of("a").calls == 0
 
 
 async def test_strikes_are_forgotten_when_they_are_far_apart() -> None:
@@ -134,13 +134,18 @@ async def test_vitals_name_the_call_that_was_overtaken() -> None:
         await settle()
         bench.start("t2")
         await asyncio.sleep(5.0)
-        assert bench.pool.statistics.load_of("a").overtaken_s is None
+        own = bench.pool.own
+        assert bench.pool.own.slots["a"].queued_call is not None
+        assert bench.pool.own.slots["a"].queued_call.overtaken_s is None
         bench.engines["a"].say(1, tokens(1))
         await asyncio.sleep(2.0)
-        vitals = bench.pool.statistics.load_of("a")
+        vitals = own.load_of("a")
+        assert vitals is not None
         assert (vitals.overtaken_s, vitals.progress_s, vitals.silent_since_s) == (5.0, 5.0, 5.0)
         assert vitals.prefill_tokens == 10
-        bench.pool.dispatcher.drop_overtaken_call("a", "lost")
+        queued = own.slots["a"].queued_call
+        assert queued is not None
+        queued.drop(CallLost("lost"))
         await settle()
         assert isinstance(bench.ended["t1"], CallLost)
         assert bench.ended["t2"] is None

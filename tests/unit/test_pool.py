@@ -60,9 +60,9 @@ async def test_the_oldest_version_counts_engines_that_are_being_updated():
 async def test_idle_share_is_the_time_without_calls():
     now = [0.0]
     pool = make_pool("a", "b", clock=lambda: now[0])
-    pool.statistics.restart_idle_clock()
+    pool.restart_idle_clock()
     async with pool.dispatcher.lease("t", tokens=1):
         now[0] = 6.0
     now[0] = 10.0
     # engine a was busy for 6 of 10 seconds, engine b never
-    assert pool.statistics.idle_share == pytest.approx(0.7)
+    assert pool.idle_share == pytest.approx(0.7)

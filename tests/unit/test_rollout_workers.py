@@ -38,24 +38,22 @@ from async_rl.rollout.backend import LocalBackend, RolloutBackend
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers import messages
+from async_rl.rollout.workers.failing_workers import FailingWorkers
 from async_rl.rollout.workers.link import StreamLink, connect_link, listen
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
     AttemptFailed,
     AttemptProgress,
     CancelRequest,
-    DropCall,
+    EntriesReleased,
     Failure,
     GroupScored,
     Heartbeat,
-    LeaseEnded,
-    LeaseWanted,
     Message,
     MetricIncrement,
     StartAttempt,
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
-from async_rl.rollout.workers.remote_progress import RemoteProgress
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import first_error
@@ -380,7 +378,7 @@ async def test_a_long_hold_of_all_engines_counts_against_no_limit_in_a_worker() 
 async def test_a_tick_of_tokens_is_lost_at_most_when_a_worker_ends_in_a_turn(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that is cut off keeps sampling and writing for as long as its leases last."""
+    """One that is cut off keeps sampling and writing for as long as its grants last."""
     monkeypatch.setattr(simulated_workers, "CUT_OFF_S", 0.0)
     async with WorkerBench(num_workers=2, journals=tmp_path, num_tokens=1500) as workers:
         loop = asyncio.get_running_loop()
@@ -535,7 +533,7 @@ async def test_the_run_goes_on_when_one_worker_cannot_start_again_for_a_while(er
 
 
 async def test_a_worker_that_handles_no_messages_is_given_up() -> None:
-    """Its leases expire then, for which an interruption of its engine waits."""
+    """Its grants expire then, for which an interruption of its engine waits."""
     async with WorkerBench(num_tokens=4000) as workers, asyncio.TaskGroup() as tasks:
         running = tasks.create_task(_lost(workers.run()))
         await workers.policy.reaches(100)
@@ -544,7 +542,7 @@ async def test_a_worker_that_handles_no_messages_is_given_up() -> None:
         pool.hold_engine(engine.engine_id)
         begin_s = workers.clock()
         await pool.interrupt_engine(engine, "abort")
-        assert 7.0 < workers.clock() - begin_s < 22.0  # worker_stall_s, then the leases
+        assert 7.0 < workers.clock() - begin_s < 22.0  # worker_stall_s, then the grants
         assert "it has not answered for rollout.worker_stall_s" in str(await running)
         pool.serve_engine(engine.engine_id, 0)
         await workers.trajectories()
@@ -623,7 +621,7 @@ async def test_a_worker_keeps_a_finished_attempt_until_the_ledger_has_it(
         assert read_journal(folder)[0] == {}
 
 
-async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
+async def test_grants_of_a_worker_that_may_still_run_are_kept_until_they_expire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(simulated_workers, "CUT_OFF_S", 0.0)  # the driver gives up to end its process
@@ -639,9 +637,9 @@ async def test_leases_of_a_worker_that_may_still_run_are_kept_until_they_expire(
             await playing
         assert loop.time() - begin_s < 4.0  # the attempt continues elsewhere at once
         await asyncio.sleep(9.0 - (loop.time() - begin_s))
-        assert lost.leases in workers.bench.pool.lease_holders
+        assert lost.grants in workers.bench.pool.holders
         await asyncio.sleep(3.0)
-        assert lost.leases not in workers.bench.pool.lease_holders
+        assert lost.grants not in workers.bench.pool.holders
 
 
 async def _lost(work: Any) -> WorkerLost:
@@ -675,7 +673,7 @@ async def test_a_task_that_no_message_can_hold_fails_and_leaves_nothing_in_the_d
         with pytest.raises(RolloutError, match="64 bits"):
             await workers.backend.score_group(task, [])
         (worker,) = workers.backend.workers.values()
-        assert (worker.inboxes, worker.attempts, worker.by_trajectory) == ({}, {}, {})
+        assert (worker.inboxes, worker.attempts) == ({}, {})
         await workers.run()
         assert len(workers.processes.metrics) == 1
 
@@ -887,6 +885,8 @@ def _wrong_messages(request_id: int, own: str, folder: str) -> dict[str, Message
     right = end(own, f"{own}-0")
     progress = AttemptProgress(request_id=request_id, trajectory_id="other", report=ProgressReport())
     count = MetricIncrement(name="tool_calls_total", labels=("too", "many", "labels"), value=1.0)
+    histogram = MetricIncrement(name="tool_seconds", labels=("search",), value=1.0)
+    buckets = MetricIncrement(name="sampled_tokens_total", labels=(), value=1.0, buckets=(1.0,))
     return {
         "unknown request": AttemptEnded(request_id=99, end=right),
         "other trajectory": AttemptEnded(request_id=request_id, end=end("other", "other-0")),
@@ -898,7 +898,8 @@ def _wrong_messages(request_id: int, own: str, folder: str) -> dict[str, Message
         "scores": GroupScored(request_id=request_id),
         "progress": Heartbeat(progress=(progress,)),
         "counts": Heartbeat(increments=(count,)),
-        "model": LeaseWanted(lease_id=99, key=own, tokens=1, prompt=1, model="none"),
+        "count of another type": Heartbeat(increments=(histogram,)),
+        "buckets of a counter": Heartbeat(increments=(buckets,)),
         "message of the driver": CancelRequest(request_id=request_id),
     }
 
@@ -933,7 +934,7 @@ async def run_in_any(workers: WorkerBench, task_id: str, name: str) -> AttemptEn
     """Run an attempt as the rollout manager does, which makes it again when its worker is lost."""
     task, losses = msgspec.structs.replace(TASK, task_id=task_id), LostWorkers()
     while True:
-        of = Attempt(task, name, "g", 1, started_s=0.0)
+        of = Attempt(task, name, name, 1, started_s=0.0)
         try:
             return await workers.run(of)
         except WorkerLost as error:
@@ -952,9 +953,75 @@ async def test_a_worker_is_ended_when_loops_raise_at_once_in_it_alone(
             async with asyncio.TaskGroup() as tasks:
                 for number in range(first, first + 8):
                     tasks.create_task(run_in_any(workers, f"t{number}", f"{number:032x}"))
-    assert "rollout-worker-0: its agent loops raise before they call an engine" in caplog.text
+    assert "rollout-worker-0: its attempts fail, unlike those of other workers" in caplog.text
     assert "rollout-worker-1" not in caplog.text
     assert value_of(workers.metrics.rollout_worker_restarts_total) >= 1
+
+
+class LacksProxy(OneTurn):
+    """Raises after its turn in one worker."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        await super().run(task, session)
+        if bad_environment.get()():
+            raise ConnectionRefusedError("no proxy")
+
+
+async def test_a_worker_is_ended_when_attempts_fail_in_it_alone_and_each_is_tried_in_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with WorkerBench("LacksProxy", num_workers=3, max_concurrent_trajectories=8) as workers:
+        await asyncio.sleep(1.0)
+        workers.processes.spoil_environment(0, 1e6, lambda: None)
+        failed = 0
+        for number in range(48):
+            name = f"{number:032x}"
+            try:
+                await run_in_any(workers, "t", name)
+            except RolloutError:
+                failed += 1
+                await run_in_any(workers, "t", name)  # in another worker
+        assert "rollout-worker-0: its attempts fail, unlike those of other workers" in caplog.text
+        assert "no proxy" in caplog.text
+    assert failed >= 8
+    assert "rollout-worker-1" not in caplog.text
+
+
+def test_no_worker_is_to_blame_for_what_fails_everywhere() -> None:
+    workers, names = FailingWorkers(), ["w0", "w1", "w2"]
+    for number in range(100):
+        for name in names:
+            if number % 4 == 3 and name != "w0":
+                workers.record_success(name)
+            else:
+                workers.record_failure(name, f"{number}", f"{number}", at_once=False)
+    assert not workers.is_to_blame("w0", names[1:], have_sampled=names)
+    for _ in range(16):
+        workers.record_success("w1")
+    assert workers.is_to_blame("w0", ["w1"], have_sampled=names)
+    assert not workers.is_to_blame("w0", ["w1"], have_sampled=names)  # it is judged anew
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
+async def test_a_worker_whose_disk_fails_is_replaced_and_no_sample_is_lost(
+    number: int, tmp_path: Path
+) -> None:
+    async with WorkerBench(num_workers=2, journals=tmp_path / "journal") as workers:
+        await asyncio.sleep(1.0)
+        folder = workers.processes._running["rollout-worker-0"]._backend._frames
+
+        def refuse(tree: object) -> Any:
+            error = OSError(number, os.strerror(number))
+            raise SpoolFull("the folder cannot take 9 bytes") from error
+
+        folder.store_tree = refuse  # type: ignore[method-assign]
+        first = workers.attempt()
+        lost = await _lost(workers.run(first))
+        assert lost.is_excused
+        end = await workers.run(workers.attempt(first.progress))
+        sampled = sum(value_of(each.sampled_tokens_total) for each in workers.processes.metrics)
+        assert [each.num_sampled_tokens for each in end.trajectories] == [sampled]
+        assert value_of(workers.metrics.rollout_worker_restarts_total) == 1
 
 
 async def test_a_task_fails_and_ends_no_worker_when_its_loop_raises_at_once_in_all_of_them() -> None:
@@ -1020,17 +1087,21 @@ def test_counts_of_workers_are_added_to_those_of_the_driver() -> None:
     assert counted("tool_seconds_bucket", le="0.5") == 1
 
 
-def test_a_call_of_a_worker_counts_for_the_age_of_its_group_until_its_tokens_are_reported() -> None:
-    ours = RemoteProgress()
-    ours.begin_call(3)
-    ours.end_call()
-    assert (ours.oldest_version, ours.newest_version) == (3, 3)  # its tokens come with the next heartbeat
-    ours.begin_call(4)
-    ours.apply_report(ProgressReport(oldest_version=3, newest_version=3, num_sampled_tokens=1))
-    assert (ours.oldest_version, ours.newest_version) == (3, 4)
-    ours.apply_report(ProgressReport(oldest_version=4, newest_version=4))  # an invalid answer was cleared
-    assert (ours.oldest_version, ours.newest_version) == (4, 4)
-    assert ours.num_sampled_tokens == 0
+async def test_trajectories_are_taken_for_as_old_as_they_may_be_until_their_worker_reports() -> None:
+    """A call that began since the last heartbeat samples under weights that are about to change."""
+    async with WorkerBench() as workers:
+        await asyncio.sleep(1.0)
+        ours = attempt()
+        (worker,) = workers.backend.workers.values()
+        worker.attempts[1] = ours
+        worker.assume_sampling(3)
+        assert ours.progress["0" * 32].oldest_version == 3
+        report = ProgressReport(oldest_version=4, newest_version=5)
+        worker.record_progress([AttemptProgress(request_id=1, trajectory_id="0" * 32, report=report)])
+        assert ours.progress == {"0" * 32: report}
+        worker.assume_sampling(3)
+        (assumed,) = ours.progress.values()
+        assert (assumed.oldest_version, assumed.newest_version) == (3, 5)
 
 
 def test_limits_of_rewards_are_divided_among_workers() -> None:
@@ -1066,16 +1137,18 @@ async def test_messages_arrive_whole_and_in_order_over_a_socket() -> None:
     task = Task(task_id="t", messages=TASK.messages, answer={"a": [1]})
     start = StartAttempt(request_id=1, task=task, trajectory_id="x", group_id="g", attempt=1)
     async with connected_links() as (ours, theirs):
-        for message in (start, DropCall(lease_id=1, why="é" * 100_000), CancelRequest(request_id=2)):
+        released = EntriesReleased(trajectory_ids=("é" * 100_000,))  # may wait for others
+        for message in (start, released, CancelRequest(request_id=2)):
             ours.post(message)
-        theirs.post(LeaseEnded(lease_id=1))  # may wait for others
-        theirs.post(Heartbeat(waits={"x": "tool"}))
-        theirs.post(LeaseEnded(lease_id=2))
+        end = AttemptEnd(trajectories=())
+        theirs.post(AttemptEnded(request_id=1, end=end))  # may wait for others
+        theirs.post(Heartbeat())
+        theirs.post(AttemptEnded(request_id=2, end=end))
         assert (await theirs.receive()).task == task  # type: ignore[attr-defined]
-        assert len((await theirs.receive()).why) == 100_000  # type: ignore[attr-defined]
+        assert len((await theirs.receive()).trajectory_ids[0]) == 100_000  # type: ignore[attr-defined]
         assert isinstance(await theirs.receive(), CancelRequest)
         names = [type(await ours.receive()).__name__ for _ in range(3)]
-        assert names == ["LeaseEnded", "Heartbeat", "LeaseEnded"]
+        assert names == ["AttemptEnded", "Heartbeat", "AttemptEnded"]
         theirs.post(CancelRequest(request_id=3))
         theirs.close()
         assert await numbers_received(ours, 1) == [3]  # what was posted before arrives

@@ -220,7 +220,7 @@ async def test_calls_of_a_quarantined_engine_keep_their_valid_tokens_unless_they
         nursery.start_task("turn", b.session.generate())
         for _ in range(100):
             await asyncio.sleep(0)
-        assert b.pool.statistics.load_of("engine-0").calls == 1
+        assert b.pool.load_of("engine-0").calls == 1
         b.pool.quarantine_engine("engine-0", error, wrong_weights=not kept)
     assert ids_of(await b.finish()) == [*kept, 200]
     assert b.counted("answers_discarded_total", reason="wrong_versions") == (not kept)

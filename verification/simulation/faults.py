@@ -219,7 +219,7 @@ FAULTS: Final[dict[FaultKind, FaultRow]] = {
     "delay_worker": FaultRow(
         "worker",
         ("versions", "staleness", "blame"),
-        "messages between the driver and a rollout worker take up to 15 s longer for once",
+        "a rollout worker's messages take up to 15 s longer for once; every other time it reads no streams",
         0.4,
     ),
     "isolate_worker": FaultRow(

@@ -46,11 +46,11 @@ from async_rl.rollout.workers.messages import (
     Failure,
     GroupScored,
     Heartbeat,
-    LeaseWanted,
     Link,
     Message,
     MessageNumbers,
     OpenJournal,
+    RevokeEngines,
     StartAttempt,
     decode,
     encode,
@@ -219,10 +219,12 @@ class DistantEngine:
         late_requests: deque[LateRequest],
         is_isolated: Callable[[], bool] = lambda: False,
         on_call: Callable[[GenerateRequest], Callable[[], None]] = lambda request: _nothing_reached,
+        blocked_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """Call an engine over a network that takes `delay_s` for a request; `late_requests` take longer.
 
-        While the worker is isolated it gets no connection, and loses those it has.
+        While the worker is isolated it gets no connection, and loses those it has. It reads nothing for as
+        long as `blocked_s` returns.
         """
         self.engine_id = engine.engine_id
         self.decode_routing, self.read_at_once = engine.decode_routing, engine.read_at_once
@@ -231,6 +233,7 @@ class DistantEngine:
         self._late_requests = late_requests
         self._is_isolated = is_isolated
         self._on_call = on_call
+        self._blocked_s = blocked_s
 
     async def close(self) -> None:
         """Implements `Engine.close`: there is no connection."""
@@ -251,6 +254,8 @@ class DistantEngine:
         reached()
         async with aclosing(self._engine.generate(request)) as stream:
             async for event in stream:
+                if (blocked_s := self._blocked_s()) > 0:
+                    await asyncio.sleep(blocked_s)
                 yield event
                 if not isinstance(event, Finish) and self._is_isolated():
                     raise ConnectionLost(f"{self.engine_id}: connection lost")
@@ -499,6 +504,7 @@ class SimulatedWorkers:
         self._torn = random.Random(f"torn journals {seed}")
         self._isolated_until_s: dict[str, float] = {}  # by worker
         self._bad_until_s: dict[str, float] = {}  # by worker
+        self._blocked_until_s: dict[str, float] = {}  # by worker
         self.on_bad_environment: Callable[[], None] = _do_nothing
         """Called once an agent loop has raised for the bad environment of its worker."""
         self.on_call: Callable[[GenerateRequest], Callable[[], None]] = lambda request: _nothing_reached
@@ -539,6 +545,7 @@ class SimulatedWorkers:
                     self.late_requests,
                     lambda: clock() < self._isolated_until_s.get(name, 0.0),
                     lambda request: self.on_call(request),
+                    lambda: self._blocked_until_s.get(name, 0.0) - clock(),
                 ),
             ),
             new_id=lambda: f"{prefix}{next(numbers):024x}",
@@ -564,6 +571,7 @@ class SimulatedWorkers:
                 ours.peer_has_ended = not theirs.is_cut_off
                 del self.ends[name], self._running[name], self._places[name]
                 self._isolated_until_s.pop(name, None)
+                self._blocked_until_s.pop(name, None)
 
     def _spool(self, spec: WorkerSpec, frames: Path, node: str) -> FaultySpoolFolder:
         before, after = partial(self._refuse_if_full, node), partial(self._kill_if_due, spec.name)
@@ -683,7 +691,7 @@ class SimulatedWorkers:
         nothing = end_of(Attempt(Task(task_id="none", messages=[]), "none", "none", 1, started_s=0.0))
         yield AttemptEnded(request_id=1 << 40, end=nothing)
         yield GroupScored(request_id=1 << 40)
-        yield LeaseWanted(lease_id=1 << 40, key="none", tokens=1, prompt=1, model="none")
+        yield RevokeEngines(engines={}, newest_version=0, number=1 << 40)
         for request_id, attempt in (pair for attempts in others for pair in attempts.items()):
             yield AttemptEnded(request_id=request_id, end=end_of(attempt))
             yield AttemptFailed(request_id=request_id, failure=_LIE, trajectory=attempt.failed(_LIE.error))
@@ -698,9 +706,14 @@ class SimulatedWorkers:
                     yield AttemptEnded(request_id=request_id, end=end_of(attempt, path))
 
     def delay(self, index: int, for_s: float) -> bool:
-        """Let messages of a worker and for it take longer for once; whether there was one."""
-        for name in (picked := self._pick(index)):
+        """Let messages of a worker and for it take longer for once; whether there was one.
+
+        For an odd index it reads no streams meanwhile either, as one whose event loop user code blocks.
+        """
+        for name in (picked := self._pick(index // 2)):
             self.ends[name].delay(for_s)
+            if index % 2:
+                self._blocked_until_s[name] = asyncio.get_running_loop().time() + for_s
         return bool(picked)
 
     def isolate(self, index: int, for_s: float) -> bool:

@@ -447,7 +447,7 @@ class Transcript:
         if wanted:
             start = self._rows.next_start(token_ids, lease.engine.engine_id, lease.weight_version)
         return GenerateRequest(
-            request_id=f"{self._context.new_id()}-{lease.restart_count}.{lease.epoch}",
+            request_id=f"{self._context.new_id()}-{lease.epoch_name}",
             input_ids=token_ids,
             max_new_tokens=max_new_tokens,
             sampling=sampling,

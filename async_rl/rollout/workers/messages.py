@@ -12,18 +12,13 @@ Messages of a link arrive whole, once and in order, or the link is lost: see `Me
  ScoreGroup ─────────────────────────────► the reward function of a group runs
          ◄──── GroupScored
 
-         ◄──── LeaseWanted ─────────────── a session needs an engine
- LeaseGranted ───────────────────────────► the worker calls the engine
-         ◄──── CallStarted ─────────────── the engine has prefilled the call
- DropCall ───────────────────────────────► the call must end, with the tokens received
-         ◄──── LeaseEnded ──────────────── the call has ended, or is not wanted any more
-         ◄──── EngineReport ────────────── an engine failed, or gave an implausible answer
- RevokeLeases ───────────────────────────► nothing more is sent to engines under the leases given so far
-         ◄──── LeasesRevoked
+ GrantEngines ───────────────────────────► the worker calls these engines; no message is sent for a call
+ RevokeEngines ──────────────────────────► nothing more is sent to engines under the grants given so far
+         ◄──── EnginesReleased ─────────── at once; again when the last calls of engines have ended
 
-         ◄──── Heartbeat ───────────────── every tick: changes of trajectories, progress of calls, waits
- LeasesRenewed ──────────────────────────► answers a heartbeat: leases last `lease_s` longer
- ServingChanged ─────────────────────────► the serving clock stops or runs, see `ServingClock`
+         ◄──── Heartbeat ───────────────── every tick: load of engines, reports on them, trajectories, waits
+ Renewed ────────────────────────────────► answers a heartbeat: grants are valid `GRANT_S` longer
+         ◄──── WorkerFailed ────────────── the error that ends the worker
 ```
 """
 
@@ -44,6 +39,7 @@ import numpy as np
 from async_rl import codec
 from async_rl import errors as errors_of
 from async_rl.engine_protocol import EngineAddress
+from async_rl.engines.lease import EngineGrant
 from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
 from async_rl.rollout.attempt import AttemptEnd, user_frames
 from async_rl.runtime.listeners import RepeatFilter
@@ -94,55 +90,52 @@ class StartAttempt(Message, frozen=True, kw_only=True, eq=False):
     """The number of its owner, and where what is left of an earlier run of the loop is."""
 
 
-class ServingChanged(Message, frozen=True, kw_only=True, eq=False):
-    """Tells a worker whether some engine serves."""
-
-    paused: bool
-    """Whether none does, so that time counts against no limit."""
-
-
 class CancelRequest(Message, frozen=True, kw_only=True, eq=False):
     """Ends an attempt or the scoring of a group, whatever its state."""
 
     request_id: int
 
 
-class LeaseGranted(Message, frozen=True, kw_only=True, eq=False):
-    """Gives a call an engine."""
+class GrantEngines(Message, frozen=True, kw_only=True, eq=False):
+    """Lets the worker call engines."""
 
-    lease_id: int
-    engine_id: str
+    engines: tuple[GrantedEngine, ...]
+
+
+class GrantedEngine(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An engine that the worker may call."""
+
+    grant: EngineGrant
     address: EngineAddress | None
     """Where the engine takes calls; None in a simulation."""
-    weight_version: int
-    restart_count: int
-    epoch: int
-    doubted: bool = False
-    """Whether the driver does not believe it if it refuses the request as wrong."""
+    model: str = ""
+    """A model in `models`; empty: the policy."""
 
 
-class DropCall(Message, frozen=True, kw_only=True, eq=False):
-    """Ends a call, or a lease whose call has not begun."""
+class RevokeEngines(Message, frozen=True, kw_only=True, eq=False):
+    """Forbids new requests to engines under the grants that were given before. Calls under way go on."""
 
-    lease_id: int
-    why: str
-    wrong_weights: bool = False
-    """Whether its tokens are of unknown weights: `VersionMismatch`."""
-
-
-class RevokeLeases(Message, frozen=True, kw_only=True, eq=False):
-    """Forbids new requests to engines under the leases that were granted before. Calls under way go on."""
-
-    engines: dict[str, bool]
-    """By id: whether the engine aborts the calls under way, whose ends are then read at once."""
+    engines: dict[str, Revoked]
+    """By id."""
     newest_version: int
     """The newest version of the policy that calls under way can report."""
     number: int
     """Repeated in the answer."""
 
 
-class LeasesRenewed(Message, frozen=True, kw_only=True, eq=False):
-    """Answers a heartbeat: all leases are valid for `lease_s` from the moment at which it was sent."""
+class Revoked(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Why an engine is revoked."""
+
+    aborts: bool = False
+    """Whether the engine aborts the calls under way, whose ends are then read at once."""
+    failure: str = ""
+    """Why its calls are dropped; empty: they go on."""
+    wrong_weights: bool = False
+    """Whether their tokens are of unknown weights: `VersionMismatch`."""
+
+
+class Renewed(Message, frozen=True, kw_only=True, eq=False):
+    """Answers a heartbeat: all grants are valid for `GRANT_S` from the moment at which it was sent."""
 
     number: int
     """The heartbeat."""
@@ -160,80 +153,23 @@ class ScoreGroup(Message, frozen=True, kw_only=True, eq=False):
 # -- from a worker -----------------------------------------------------------------------------------------
 
 
-class LeaseWanted(Message, frozen=True, kw_only=True, eq=False):
-    """Asks for the lease of an engine: see `EngineCalls.lease`."""
-
-    lease_id: int
-    """Chosen by the worker: greater than all before."""
-    key: str
-    tokens: int
-    prompt: int
-    model: str = ""
-    """A model in `models`; empty: the policy."""
-
-
-class CallStarted(Message, frozen=True, kw_only=True, eq=False):
-    """Reports the first tokens of a call."""
-
-    may_wait_s: ClassVar[float] = 0.1
-
-    lease_id: int
-    received: int
-
-
-class LeaseEnded(Message, frozen=True, kw_only=True, eq=False):
-    """Returns a lease: its call has ended, or is not wanted any more."""
-
-    may_wait_s: ClassVar[float] = 0.02
-
-    lease_id: int
-    received: int = 0
-    """Tokens of the call."""
-    finish: CallFinish | None = None
-    """What the engine reported at the end, if it did."""
-
-
-class CallFinish(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """What the pool needs of a call's `Finish`."""
-
-    prompt: int
-    aborted: bool
-    cached_tokens: int
-
-
-class EngineReport(Message, frozen=True, kw_only=True, eq=False):
-    """Reports what a call says against its engine: see `EngineFailureListener`."""
-
-    engine_id: str
-    kind: Literal["strike", "connection", "failure", "busy", "refused"]
-    """connection: the call got no connection, or lost it, for which the worker itself may be to blame."""
-    text: str
-    wrong_weights: bool = False
-    """Whether a strike or failure is a `VersionMismatch`."""
-    trajectory_id: str = ""
-    retry_after_s: float | None = None
-    """How long an engine that is busy asked not to be called."""
-
-
-class PrefixShared(Message, frozen=True, kw_only=True, eq=False):
-    """Reports that a trajectory begins with the tokens of another: see `EngineCalls.share_cached_prefix`."""
-
-    may_wait_s: ClassVar[float] = 0.02
-
-    key: str
-    other: str
-
-
-class LeasesRevoked(Message, frozen=True, kw_only=True, eq=False):
-    """Answers a `RevokeLeases`."""
+class EnginesReleased(Message, frozen=True, kw_only=True, eq=False):
+    """Answers a `RevokeEngines`, at once, and again when calls that were under way have ended."""
 
     number: int
+    """The revocation."""
+    ended: tuple[str, ...] = ()
+    """Of its engines, those whose last call has ended since the message before."""
+    progress: tuple[AttemptProgress, ...] = ()
+    """In the first answer: how far all trajectories are, whatever was reported of them before."""
 
 
 class WorkerFailed(Message, frozen=True, kw_only=True, eq=False):
     """Reports the error that ends the worker."""
 
     failure: Failure
+    progress: tuple[AttemptProgress, ...] = ()
+    """How far all trajectories are, which go on elsewhere."""
 
 
 class AttemptEnded(Message, frozen=True, kw_only=True, eq=False):
@@ -252,6 +188,8 @@ class AttemptFailed(Message, frozen=True, kw_only=True, eq=False):
     failure: Failure
     trajectory: StoredTrajectory
     """A summary of what it has sampled, for display."""
+    has_sampled: bool = True
+    """Whether its loop has asked for an engine."""
 
 
 class GroupScored(Message, frozen=True, kw_only=True, eq=False):
@@ -271,35 +209,69 @@ class TrajectoryScore(msgspec.Struct, frozen=True, kw_only=True, array_like=True
 
 
 class Heartbeat(Message, frozen=True, kw_only=True, eq=False):
-    """Reports once per tick what has happened since the last one, and asks to renew the leases."""
+    """Reports once per tick what has happened since the last one, and asks to renew the grants."""
 
     number: int = 0
     """Counts the worker's heartbeats."""
     received: int = 0
     """The number of the last message of the driver that the worker has handled."""
-    waits: dict[str, str] = {}
-    """What trajectories have been waiting for longer than a moment for, in words."""
+    waits: tuple[LongWait, ...] = ()
+    """What trajectories have been waiting for for longer than a moment."""
     increments: tuple[MetricIncrement, ...] = ()
     """What the worker's metrics counted since the last heartbeat."""
-    calls: tuple[CallProgress, ...] = ()
-    """The calls that have received something."""
+    engines: tuple[EngineUse, ...] = ()
+    """The engines that it may call, or still has calls of."""
+    reports: tuple[EngineReport, ...] = ()
+    """What calls say against engines."""
     progress: tuple[AttemptProgress, ...] = ()
     """Progress of trajectories that changed enough to report."""
-    forgotten: tuple[str, ...] = ()
-    """Trajectories that make no more calls: see `EngineCalls.forget_trajectory`."""
     written_claims: tuple[str, ...] = ()
     """Trajectories taken over that are complete in the worker's own journal now."""
     journal_bytes: int = 0
     """The size of the worker's journal."""
 
 
-class CallProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """How far a call is."""
+class LongWait(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A wait of a trajectory: see `runtime.waits`."""
 
-    lease_id: int
-    received: int
-    payload_arrives: bool
-    """Whether a piece of its routing payload has arrived since the last tick."""
+    trajectory_id: str
+    on: str
+    target: str
+    age_s: float
+    why: str = ""
+
+
+class EngineUse(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The load of an engine by the worker's calls: see `EngineLoad`. Times are ages."""
+
+    engine_id: str
+    calls: int
+    tokens: int
+    prefill_tokens: int
+    quiet_s: float
+    """Since it last made progress."""
+    accepted_s: float | None
+    """Since it last sent the first token of a call; None: it has sent none."""
+    heard_s: float | None
+    """Since it last sent anything; None: it has sent nothing."""
+    payload_arrives: bool = False
+    """Whether a piece of a routing payload has arrived since the last tick."""
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a call says against its engine: see `EngineJudge`."""
+
+    engine_id: str
+    restart_count: int
+    epoch: int
+    """Of the grant: a report of an earlier epoch says nothing about this one."""
+    kind: Literal["strike", "connection", "failure", "refusals"]
+    """connection: the call got no connection, or lost it, for which the worker itself may be to blame."""
+    text: str
+    wrong_weights: bool = False
+    """Whether a strike or failure is a `VersionMismatch`."""
+    since_s: float = 0.0
+    """refusals: for how long the engine has refused all requests."""
 
 
 class AttemptProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -428,7 +400,7 @@ def decode(encoded: bytes) -> list[Message]:
 class MessageNumbers:
     """Numbers the messages that one end of a link sends, and checks the numbers of those that it receives.
 
-    Each message arrives once, in order: the answer to `RevokeLeases` covers the leases granted before it, and
+    Each message arrives once, in order: the answer to `RevokeEngines` covers the grants given before it, and
     an attempt ends once. A message that arrives again is discarded. Where one is missing, the link is lost,
     because nothing else would end what waits for it.
 

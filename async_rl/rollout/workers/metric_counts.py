@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
+from prometheus_client import Histogram
+
 from async_rl.observability.metrics import Metrics, declared
 from async_rl.rollout.workers.messages import MetricIncrement
 
@@ -48,6 +50,8 @@ def add_increments(increments: Iterable[MetricIncrement], metrics: Metrics) -> N
         if increment.name not in names:
             continue  # from a worker of another version
         instrument = getattr(metrics, increment.name)
+        if bool(increment.buckets) is not isinstance(instrument, Histogram):
+            raise ValueError(f"{increment.name} is of another type")
         child = instrument.labels(*increment.labels) if increment.labels else instrument
         if not increment.buckets:
             child.inc(increment.value)

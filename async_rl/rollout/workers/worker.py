@@ -2,9 +2,10 @@
 
 ```
  loop       consumes                  waits for            unblocked by           produces
- run        messages                  the next message     the driver; its end    attempts, leases
- attempt    a task                    engines, tools       leases, chunks, time   trajectories
- heartbeat  progress, waits, metrics  the next tick        time                   a Heartbeat
+ run        messages                  the next message     the driver; its end    attempts, grants
+ attempt    a task                    engines, tools       grants, chunks, time   trajectories
+ heartbeat  progress, waits, metrics  the next tick        time; a failed engine  a Heartbeat
+ calls      the calls of a model      the next check       time                   calls that move, reports
  journal    new tokens                queue.journal_s      time                   the worker's journal
 ```
 
@@ -15,7 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,8 +26,9 @@ from typing import Any, Final, NamedTuple
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import EngineFacts
+from async_rl.engines.frozen_models import MODEL_METRICS
+from async_rl.engines.health import watch_calls
 from async_rl.errors import AsyncRLError, RewardError, SpoolFull, WorkerLost
-from async_rl.observability.diagnosis import phrase
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.attempt import Attempt, attempt_boundary
 from async_rl.rollout.backend import LocalBackend
@@ -34,26 +38,25 @@ from async_rl.rollout.workers.messages import (
     AttemptFailed,
     AttemptProgress,
     CancelRequest,
-    DropCall,
     EntriesReleased,
     Failure,
+    GrantEngines,
     GroupScored,
     Heartbeat,
-    LeaseGranted,
-    LeasesRenewed,
     Link,
+    LongWait,
     Message,
     OpenJournal,
-    RevokeLeases,
+    Renewed,
+    RevokeEngines,
     ScoreGroup,
-    ServingChanged,
     StartAttempt,
     TrajectoryScore,
     WorkerFailed,
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector
-from async_rl.rollout.workers.remote_calls import ConnectEngine, ModelCalls, RemoteCalls
-from async_rl.runtime.serving_clock import ServingClock
+from async_rl.rollout.workers.worker_engines import ConnectEngine, WorkerEngines
+from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.waits import Waits, acting, waiting
 from async_rl.store.archive import InspectedTrajectories
@@ -69,18 +72,12 @@ TICK_S: Final = 0.25
 START_TIMEOUT_S: Final = 120.0
 """Longest start of a worker process, with the import of user code."""
 
-LEASE_S: Final = 10.0
+GRANT_S: Final = 10.0
 """How long a worker may call engines after a heartbeat that the driver has answered. If a driver is blocked
 for longer, calls end with the tokens they have, and go on."""
 
-_REPORT_S: Final = 8.0
-_REPORTS_PER_STALL: Final = 8
-"""A call that receives tokens is reported so often, and so often in `engine.stall_s` at least: in time for
-the driver, which takes a silent engine out of service, and seldom, for there are hundreds of calls."""
-
 _MESSAGES_PER_TURN: Final = 16
-"""The event loop comes round after this many messages: an update's end grants hundreds of calls by one frame,
-and each takes up to a millisecond to begin."""
+"""The event loop comes round after this many messages: each attempt takes up to a millisecond to begin."""
 
 _MIN_REPORTED_WAIT_S: Final = 5.0
 """A heartbeat reports waits that have lasted at least this long."""
@@ -131,25 +128,21 @@ class RolloutWorker:
         self._clock = clock
         self._syncs_journal = syncs_journal
         self._link: Link | None = None
-        self._serving_clock = ServingClock(clock)  # follows the driver's
-        self._calls = RemoteCalls(
-            self._post,
-            connect,
-            lease_s=LEASE_S,
-            report_s=min(_REPORT_S, config.engine.stall_s / _REPORTS_PER_STALL),
-            metrics=metrics,
-            clock=clock,
+        model_metrics = {name: Metrics().share(metrics, MODEL_METRICS) for name in config.models}
+        self._engines = WorkerEngines(
+            self._post, connect, {"": metrics} | model_metrics, grant_s=GRANT_S, clock=clock
         )
+        policy = self._engines.models[""]
         context = SessionContext(
             chat=chat,
             config=config,
             metrics=metrics,
             clock=clock,
-            serving_clock=self._serving_clock,
-            calls=self._calls,
+            serving_clock=policy.serving_clock,
+            calls=policy.dispatcher,
             facts=facts,
             new_id=new_id,
-            models={name: ModelCalls(self._calls, name) for name in config.models},
+            models={name: self._engines.models[name].dispatcher for name in config.models},
         )
         self._metrics = metrics
         self._backend = LocalBackend(context, frames, inspected)
@@ -170,7 +163,9 @@ class RolloutWorker:
             with acting("run", waits=self._waits):
                 async with (
                     self._backend,
-                    services(heartbeat=self._send_heartbeats, journal=self._write_journal),
+                    services(
+                        heartbeat=self._send_heartbeats, journal=self._write_journal, **self._call_checks()
+                    ),
                     Nursery() as attempts,
                 ):
                     try:
@@ -182,31 +177,44 @@ class RolloutWorker:
                             if number % _MESSAGES_PER_TURN == 0:
                                 await asyncio.sleep(0)
                     finally:
-                        self._calls.close()
+                        self._engines.close()
                         attempts.cancel_tasks()
         except ExceptionGroup as errors:
             error = first_error(errors)
             if not isinstance(error, WorkerLost):
-                self._post(WorkerFailed(failure=Failure.of(error)))
+                self._fail(error)
                 raise
         finally:
-            await self._calls.close_clients()
+            await self._engines.close_clients()
+
+    def _call_checks(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """Return what moves the calls of each model that engines have forgotten."""
+        limits = {name: self._config.of_model(name).engine for name in self._config.models}
+        limits[""] = self._config.engine
+        return {
+            f"calls {name}": partial(watch_calls, engines, limits[name], self._metrics, self._clock)
+            for name, engines in self._engines.models.items()
+        }
 
     def _post(self, message: Message) -> None:
         assert self._link is not None, "the worker runs"
         self._link.post(message)
 
+    def _fail(self, error: BaseException) -> None:
+        """Report the error that ends the worker."""
+        self._post(WorkerFailed(failure=Failure.of(error), progress=tuple(self._all_progress())))
+
     def _handle_message(self, message: Message, attempts: Nursery) -> None:
         match message:
-            case LeaseGranted():
-                self._calls.grant(message)
-            case LeasesRenewed():
+            case GrantEngines():
+                if unknown := {each.model for each in message.engines} - self._engines.models.keys():
+                    raise WorkerLost(f"the driver granted engines of {unknown}, which this run does not have")
+                self._engines.grant(message)
+            case Renewed():
                 if (sent_s := self._heartbeats.pop(message.number, None)) is not None:
-                    self._calls.renew(sent_s)
-            case DropCall():
-                self._calls.drop_call(message)
-            case RevokeLeases():
-                self._calls.revoke(message)
+                    self._engines.renew(sent_s)
+            case RevokeEngines():
+                self._engines.revoke(message, self._all_progress())
             case OpenJournal():
                 self._backend.journal = Journal(
                     Path(message.folder), self._metrics, syncs=self._syncs_journal
@@ -220,8 +228,6 @@ class RolloutWorker:
                 self._start_task(
                     attempts, message, f"trajectory {message.trajectory_id}", self._run_attempt(message)
                 )
-            case ServingChanged():
-                self._serving_clock.set_paused(message.paused)
             case ScoreGroup():
                 self._start_task(
                     attempts, message, f"reward {message.request_id}", self._score_group(message)
@@ -261,6 +267,13 @@ class RolloutWorker:
                     # Inside the block: messages of the loop may hold what cannot be encoded.
                     self._post(AttemptEnded(request_id=request.request_id, end=end))
             except Exception as error:
+                if isinstance(error, SpoolFull) and not is_shortage(error):
+                    # Its disk fails: what it has sampled goes on in other workers, from its journal.
+                    if (journal := self._backend.journal) is not None:
+                        with suppress(SpoolFull):
+                            await journal.write_in_thread()
+                    self._fail(error)
+                    raise WorkerLost(str(error)) from error
                 cause = error.__cause__
                 if cause is not None and not isinstance(error, WorkerLost):
                     log.info("trajectory %s: %s", request.trajectory_id, error, exc_info=cause)
@@ -269,6 +282,7 @@ class RolloutWorker:
                         request_id=request.request_id,
                         failure=Failure.of(error),
                         trajectory=attempt.failed(error),
+                        has_sampled=any(each.in_turn or each.num_turns for each in attempt.progress.values()),
                     )
                 )
 
@@ -298,17 +312,26 @@ class RolloutWorker:
                 Heartbeat(
                     number=self._num_heartbeats,
                     received=self._link.numbers.received,
-                    waits=self._long_waits(),
+                    waits=tuple(self._long_waits()),
                     increments=self._increments.collect_increments(),
-                    calls=self._calls.progress(),
-                    forgotten=self._calls.pop_forgotten(),
+                    engines=self._engines.uses(),
+                    reports=self._engines.pop_reports(),
                     progress=tuple(self._new_progress()),
                     written_claims=() if journal is None else tuple(journal.pop_written_claims()),
                     journal_bytes=0 if journal is None else journal.nbytes,
                 )
             )
-            with waiting("idle"):
-                await asyncio.sleep(TICK_S)
+            with waiting("idle"), suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._engines.has_news.wait()
+
+    def _all_progress(self) -> Iterator[AttemptProgress]:
+        """Yield the progress of all trajectories."""
+        for request_id, attempt in self._attempts.items():
+            for name, entry in attempt.progress.items():
+                yield AttemptProgress(
+                    request_id=request_id, trajectory_id=name, report=ProgressReport.of(entry)
+                )
 
     def _new_progress(self) -> Iterator[AttemptProgress]:
         """Yield the progress of trajectories that changed enough to report."""
@@ -343,7 +366,7 @@ class RolloutWorker:
                     f"its journal {journal.directory} was removed: its trajectories go on elsewhere"
                 ) from error
             except SpoolFull as error:
-                self._post(WorkerFailed(failure=Failure.of(error)))
+                self._fail(error)
                 raise WorkerLost(str(error)) from error
 
     @property
@@ -367,13 +390,17 @@ class RolloutWorker:
         if self._backend.journal is not None:
             self._backend.journal.close()
 
-    def _long_waits(self) -> dict[str, str]:
-        """Return what trajectories have been waiting for, the newest wait of each."""
-        return {
-            wait.who.id: f"{phrase(wait.on, wait.target, wait.why)} for {wait.age_s:.0f} s"
-            for wait in self._waits.open_waits(_MIN_REPORTED_WAIT_S, except_on="agent loop")
-            if wait.who.kind == "trajectory"
-        }
+    def _long_waits(self) -> Iterator[LongWait]:
+        """Yield what trajectories have been waiting for."""
+        for wait in self._waits.open_waits(_MIN_REPORTED_WAIT_S, except_on="agent loop"):
+            if wait.who.kind == "trajectory":
+                yield LongWait(
+                    trajectory_id=wait.who.id,
+                    on=wait.on,
+                    target=wait.target,
+                    age_s=wait.age_s,
+                    why=wait.why or "",
+                )
 
 
 class _Reported(NamedTuple):

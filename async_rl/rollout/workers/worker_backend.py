@@ -14,9 +14,8 @@ A worker that ends, or does not answer for `rollout.worker_stall_s`, is restarte
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from itertools import count
@@ -46,30 +45,31 @@ from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
     AttemptFailed,
+    AttemptProgress,
     CancelRequest,
-    EntriesReleased,
+    EnginesReleased,
     GroupScored,
     Heartbeat,
-    LeaseWanted,
     Link,
     Message,
     OpenJournal,
     ScoreGroup,
-    ServingChanged,
     StartAttempt,
     WorkerFailed,
 )
 from async_rl.rollout.workers.metric_counts import add_increments
-from async_rl.rollout.workers.relayed_leases import RelayedLeases
-from async_rl.rollout.workers.remote_progress import apply_report, remote_progress
-from async_rl.rollout.workers.worker import LEASE_S
+from async_rl.rollout.workers.worker import GRANT_S
+from async_rl.rollout.workers.worker_choice import WorkerChoice
+from async_rl.rollout.workers.worker_grants import WorkerGrants
+from async_rl.rollout.workers.worker_handle import Inbox, WorkerHandle
+from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_uncancellable
-from async_rl.runtime.waits import Scope, waiting
+from async_rl.runtime.waits import acting, waiting
 from async_rl.store.archive import InspectedTrajectories
 from async_rl.store.journal_folders import JournalFolders
 from async_rl.store.spool import AnswerSpool, Spool
-from async_rl.types import StoredCompletion, Task, root_of
+from async_rl.types import StoredCompletion, Task
 
 log = logging.getLogger(__name__)
 
@@ -110,210 +110,8 @@ _RESTART_DELAY_S: Final = 0.5
 
 _MAX_DOUBLINGS: Final = 6
 
-_FULL_S: Final = 600.0
-"""How long attempts avoid a node that had no space for a frame, if others have some. A shortage is waited out
-there for a tenth of that: otherwise attempts would go to and fro between nodes that are all full."""
-
-_MAX_FAILED_AT_ONCE: Final = 3
-"""A worker is ended when the loops of this many tasks have raised in it before they asked for an engine,
-while loops in other workers ask for engines: one broken task says nothing, and three in a row are hardly all
-so."""
-
-_SHARE_OF_SLACK: Final = 8
-"""A worker is given siblings until it has an eighth of its share more requests than the least loaded one."""
-
 _MAX_SCORE_TRIES: Final = 3
 """How often a group's reward is requested if its workers end."""
-
-
-class _Inbox(Scope):
-    """The answer to one attempt, or to one group's reward."""
-
-    def __init__(self, *, num_scores: int = 0, may_move: bool = False) -> None:
-        self.num_scores = num_scores
-        """How many scores the answer must have."""
-        self.may_move = may_move
-        """Whether another worker tries the attempt if its loop raises at once."""
-        self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-
-    def put_message(self, message: Message | Exception) -> bool:
-        """Set the answer, or the error in its place; return False when it is no longer awaited."""
-        if self._answer.done():
-            return False
-        if isinstance(message, Exception):
-            self._answer.set_exception(message)
-        else:
-            self._answer.set_result(message)
-        return True
-
-    @property
-    def message(self) -> Message | None:
-        """The answer, if there is one."""
-        answer = self._answer
-        arrived = answer.done() and not answer.cancelled() and answer.exception() is None
-        return answer.result() if arrived else None
-
-    async def answer(self) -> Message:
-        """Wait for the answer.
-
-        Raises:
-            WorkerLost: The worker has ended.
-            TimeoutError: The stall doctor has ended the wait.
-        """
-        return await self._answer
-
-    def expired(self) -> bool:
-        """Implements `Scope.expired`."""
-        return self._answer.done()
-
-    def reschedule(self, when: float) -> None:
-        """Implements `Scope.reschedule`: ends the wait."""
-        self.put_message(TimeoutError())
-
-
-class WorkerHandle:
-    """One incarnation of a worker."""
-
-    def __init__(
-        self,
-        name: str,
-        link: Link,
-        completion_folder: Path,
-        frame_folder: Path | None,
-        frame_node: str,
-        leases: Callable[[WorkerHandle], RelayedLeases],
-        folders: JournalFolders | None,
-    ) -> None:
-        self.name = name
-        self.folder: Path | None = None
-        """The folder of its journal."""
-        if folders is not None:
-            self.folder = folders.add_owner(name, self.release_entries, link.peer_node)
-        self.journal_bytes = 0
-        self.link = link
-        self.frame_node = frame_node
-        """The node that has the frames; empty: the run's folder has them."""
-        self.frame_folder = "" if frame_folder is None else str(frame_folder)
-        """The folder of its frames; empty: it writes none."""
-        self.completion_folder = str(completion_folder)
-        self.post = link.post
-        self.close = link.close
-        self.newest_request = 0
-        """The request that it was given last."""
-        self.inboxes: dict[int, _Inbox] = {}
-        self.attempts: dict[int, Attempt] = {}
-        """Its running attempts, by request."""
-        self.callers = set[str]()
-        """Trajectories whose attempts have asked for an engine here."""
-        self.by_trajectory: dict[str, Attempt] = {}
-        """The same, by sibling."""
-        self.waits: dict[str, str] = {}
-        """What trajectories wait for, according to the last heartbeat."""
-        self.silent_ticks = 0
-        """Ticks since it has shown by a heartbeat that it handles messages."""
-        self._expected = 0
-        """The number of the message that it must have handled to show that."""
-        self.has_completed_attempt = False
-        self.failure: Exception | None = None
-        """The error of its own that ended it."""
-        self.leases = leases(self)
-        """What it may call engines for."""
-
-    def post_request(self, request: StartAttempt | ScoreGroup, inbox: _Inbox) -> None:
-        """Send a request, whose answer the inbox gets.
-
-        Raises:
-            RolloutError: Its task holds something that messages cannot, such as an integer of more than 64
-                bits.
-        """
-        try:
-            self.post(request)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise RolloutError(
-                f"task {request.task.task_id} cannot be sent to a rollout worker ({error}): "
-                "write numbers of more than 64 bits as strings"
-            ) from error
-        self.newest_request = request.request_id
-        self.inboxes[request.request_id] = inbox
-
-    def is_answer(self, message: AttemptEnded | AttemptFailed | GroupScored) -> bool:
-        """Return whether a message is about what a request of its own asked for; it may be a late one."""
-        request_id = message.request_id
-        if (inbox := self.inboxes.get(request_id)) is None:
-            return request_id <= self.newest_request
-        attempt = self.attempts.get(request_id)
-        if attempt is None or isinstance(message, GroupScored):
-            return (
-                attempt is None
-                and isinstance(message, GroupScored)
-                and (message.failure is not None or len(message.scores) == inbox.num_scores)
-            )
-        if isinstance(message, AttemptFailed):
-            return message.trajectory.trajectory_id == attempt.trajectory_id
-        return message.end.is_of(attempt)
-
-    def has_written(self, end: AttemptEnd) -> bool:
-        """Return whether all references of an attempt's end are to files in its folders."""
-        frames = {(each.node, each.path.rpartition("/")[0]) for each in end.trajectories}
-        completions = {each.path.rpartition("/")[0] for each in end.completions}
-        return frames <= {(self.frame_node, self.frame_folder)} and completions <= {self.completion_folder}
-
-    def record_heartbeat(self, received: int) -> bool:
-        """Return whether it has handled the messages that were sent before an earlier heartbeat."""
-        if received >= self._expected:
-            self.silent_ticks, self._expected = 0, self.link.numbers.sent
-            return True
-        return False
-
-    def record_lease(self, trajectory_id: str, version: int | None) -> None:
-        """Note the version under which a trajectory samples; None when its call has ended."""
-        attempt = self.by_trajectory.get(root_of(trajectory_id))
-        if attempt is not None:
-            progress = remote_progress(attempt, trajectory_id)
-            if version is None:
-                progress.end_call()
-            else:
-                progress.begin_call(version)
-
-    def release_entries(self, root_ids: Sequence[str]) -> None:
-        """Let the worker know that its journal need not have trajectories any longer."""
-        self.post(EntriesReleased(trajectory_ids=tuple(root_ids)))
-
-    def fail_requests(self, cause: str) -> None:
-        """Fail everything that was requested of the worker."""
-        callers = self.leases.callers
-        for request_id, inbox in self.inboxes.items():
-            lost, attempt = WorkerLost(cause), self.attempts.get(request_id)
-            lost.is_excused = attempt is not None and attempt.trajectory_id in callers
-            inbox.put_message(lost)
-
-
-class _WorkerLoad:
-    """The worker with the fewest requests, in O(log workers)."""
-
-    def __init__(self, workers: Mapping[str, WorkerHandle]) -> None:
-        self._workers = workers
-        self._numbers = count()
-        self._heap: list[tuple[int, str, int, WorkerHandle]] = []  # outdated entries are skipped
-
-    def offer(self, worker: WorkerHandle) -> None:
-        """Note the number of requests of a worker, after each change of it."""
-        if len(self._heap) > 8 * len(self._workers) + 64:
-            self._heap = [self._entry(each) for each in self._workers.values()]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, self._entry(worker))
-
-    def _entry(self, worker: WorkerHandle) -> tuple[int, str, int, WorkerHandle]:
-        return len(worker.inboxes), worker.name, next(self._numbers), worker
-
-    def least_loaded(self) -> WorkerHandle | None:
-        """Return the worker, if any is alive."""
-        while self._heap:
-            load, *_, worker = self._heap[0]
-            if self._workers.get(worker.name) is worker and len(worker.inboxes) == load:
-                return worker
-            heapq.heappop(self._heap)
-        return None
 
 
 class WorkerBackend(RolloutBackend):
@@ -357,45 +155,33 @@ class WorkerBackend(RolloutBackend):
             inspected=None if inspected is None else inspected.folder,
         )
         self._config = config.rollout
-        self._max_attempts = config.max_attempts_per_worker
         self._spool = spool
         self._folders = folders
         self._open_worker = open_worker
         self._metrics = metrics
         self._pools = {"": pool, **(models or {})}
         self._clock = clock
-        self._serving_clock = pool.serving_clock
-        self.workers: dict[str, WorkerHandle] = {}
-        """The workers that are alive, by name."""
-        self._starting: set[str] = set()
+        self._choice = WorkerChoice(config, pool, spool, clock)
         self._failing: set[str] = set()
         """Workers that have failed `_MAX_FAILED_STARTS` times in a row."""
-        self._full_until_s: dict[str, float] = {}
-        """When a node that had no space is tried again, by node."""
-        self._failed_at_once: dict[str, set[str]] = {}
-        """The tasks whose loops have raised in a worker, by its name, since one last asked for an engine."""
-        self._moved: set[str] = set()
-        """Trajectories that another worker is to try, because their loops have raised at once."""
-        self._leases: list[RelayedLeases] = []
+        self._actors: dict[str, acting] = {}
+        """The trajectories that wait for their workers."""
+        self._grants: list[WorkerGrants] = []
         """Those of all workers that may still run."""
-        self._load = _WorkerLoad(self.workers)
-        self._last_chosen: tuple[str, WorkerHandle] | None = None
-        """The group of the last attempt, and its worker."""
-        share = self._share = -(-config.rollout.max_concurrent_trajectories // max(1, config.num_workers))
-        self._slack = max(1, min(config.rollout.group_size, share // _SHARE_OF_SLACK))
-        self._readers: dict[str, WorkerHandle] = {}
-        """The living worker that has read a folder of journals, or is reading it, by folder."""
-        self._worker_free = asyncio.Event()
         self._request_ids = count(1)
         self._keepers = Nursery()
 
+    @property
+    def workers(self) -> Mapping[str, WorkerHandle]:
+        """The workers that are alive, by name."""
+        return self._choice.workers
+
     async def __aenter__(self) -> Self:
         """Start all workers; attempts wait for the first of them."""
-        self._serving_clock.listeners[self._post_serving_change] = None
         await self._keepers.__aenter__()
         for index in range(self._spec.config.num_workers):
             name = f"{self._spec.name}-{index}"
-            self._starting.add(name)
+            self._choice.starting.add(name)
             self._keepers.start_task(name, self._keep_worker(name))
         return self
 
@@ -406,27 +192,21 @@ class WorkerBackend(RolloutBackend):
         traceback: TracebackType | None,
     ) -> None:
         """End all workers."""
-        self._serving_clock.listeners.pop(self._post_serving_change)
         self._keepers.cancel_tasks()
         try:
             await self._keepers.__aexit__(kind, error, traceback)
         finally:
-            for leases in self._leases:
-                await leases.expire()  # of workers that may still run
+            for grants in self._grants:
+                await grants.expire()  # of workers that may still run
 
     # -- requests ------------------------------------------------------------------------------------------
 
     async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
         """Implements `RolloutBackend.run_attempt`."""
         node = None if self._folders is None else self._folders.node_of(attempt.claim)
-        journal = attempt.claim.sources[-1].folder if attempt.claim.sources else None
-        moved, name = attempt.trajectory_id in self._moved, attempt.trajectory_id
-        worker = await self._choose_worker(self._max_attempts, node, attempt.group_id, journal, moved=moved)
-        self._moved.discard(name)
-        if journal is not None and self.workers.get(worker.name) is worker:
-            self._readers[journal] = worker
-        self._last_chosen = attempt.group_id, worker
-        request_id, inbox = next(self._request_ids), _Inbox(may_move=not moved)
+        worker, was_moved = await self._choice.choose_for(attempt, node)
+        name, request_id = attempt.trajectory_id, next(self._request_ids)
+        inbox = Inbox(may_move=not was_moved)
         loop = attempt.task.agent_loop or self._config.agent_loop
         worker.post_request(
             StartAttempt(
@@ -439,8 +219,7 @@ class WorkerBackend(RolloutBackend):
             ),
             inbox,
         )
-        self._load.offer(worker)
-        worker.attempts[request_id] = worker.by_trajectory[name] = attempt
+        worker.attempts[request_id] = attempt
         answer: Message | None = None
         if worker.folder is not None:
             attempt.on_start(worker.folder)
@@ -449,8 +228,9 @@ class WorkerBackend(RolloutBackend):
                 "agent loop",
                 loop,
                 scope=inbox,
-                why=lambda: f"{worker.name}: {worker.waits.get(name, 'at work')}",
+                why=lambda: worker.name,
             ) as wait:
+                self._actors[name] = wait.actor
                 answer = await inbox.answer()
         except TimeoutError as error:
             if not wait.cut:
@@ -459,12 +239,12 @@ class WorkerBackend(RolloutBackend):
                 f"agent loop {loop} was ended by the stall doctor: bound the loop's own waits"
             ) from error
         finally:
-            del worker.inboxes[request_id], worker.attempts[request_id], worker.by_trajectory[name]
-            worker.callers.discard(name)
-            self._load.offer(worker)
-            self._worker_free.set()
+            del worker.inboxes[request_id], worker.attempts[request_id]
+            worker.forget_progress(request_id)
+            self._actors.pop(name, None)
+            self._choice.free.set()
             if answer is None:
-                worker.post(CancelRequest(request_id=request_id))
+                worker.link.post(CancelRequest(request_id=request_id))
                 if isinstance(unheard := inbox.message, AttemptEnded):
                     self._metrics.late_results_total.inc()
                     self._spool.discard([*unheard.end.trajectories, *unheard.end.completions])
@@ -474,41 +254,26 @@ class WorkerBackend(RolloutBackend):
             attempt.failed = lambda error: failed
             cause = answer.failure.error
             if isinstance(cause, SpoolFull) and worker.frame_node:
-                self._avoid_node(worker.frame_node)
+                self._choice.avoid_node(worker.frame_node)
             raise cause
         assert isinstance(answer, AttemptEnded), "the only other answer to a StartAttempt"
-        self._full_until_s.pop(worker.frame_node, None)
+        self._choice.note_space(worker.frame_node)
         return answer.end
 
     @property
     def has_space_elsewhere(self) -> bool:
         """Implements `RolloutBackend.has_space_elsewhere`."""
-        avoided = self._avoided_nodes
-        return bool(self._full_until_s) and any(
-            worker.frame_node not in avoided for worker in self.workers.values()
-        )
-
-    def _avoid_node(self, node: str) -> None:
-        """Note that a node has no space."""
-        self._full_until_s[node] = self._clock() + _FULL_S
-
-    @property
-    def _avoided_nodes(self) -> Set[str]:
-        """Nodes that do not answer, or have no space for frames."""
-        now = self._clock()
-        self._full_until_s = {node: until_s for node, until_s in self._full_until_s.items() if until_s > now}
-        return self._spool.absent | self._full_until_s.keys()
+        return self._choice.has_space_elsewhere
 
     async def score_group(
         self, task: Task, completions: Sequence[StoredCompletion]
     ) -> Sequence[dict[str, float] | RewardError]:
         """Implements `RolloutBackend.score_group`; if its worker ends, it asks another one."""
         for left in reversed(range(_MAX_SCORE_TRIES)):
-            worker = await self._choose_worker()
-            request_id, inbox = next(self._request_ids), _Inbox(num_scores=len(completions))
+            worker = await self._choice.choose()
+            request_id, inbox = next(self._request_ids), Inbox(num_scores=len(completions))
             request = ScoreGroup(request_id=request_id, task=task, completions=tuple(completions))
             worker.post_request(request, inbox)
-            self._load.offer(worker)
             answer: Message | None = None
             try:
                 with waiting("reward", worker.name):
@@ -521,73 +286,13 @@ class WorkerBackend(RolloutBackend):
                 continue
             finally:
                 del worker.inboxes[request_id]
-                self._load.offer(worker)
                 if answer is None:
-                    worker.post(CancelRequest(request_id=request_id))
+                    worker.link.post(CancelRequest(request_id=request_id))
             assert isinstance(answer, GroupScored), "the only answer to a ScoreGroup"
             if answer.failure is not None:
                 raise answer.failure.error
             return [cast(RewardError, s.failure.error) if s.failure else s.parts for s in answer.scores]
         raise AssertionError("the last try raises or returns")
-
-    async def _choose_worker(
-        self,
-        max_attempts: int | None = None,
-        node: str | None = None,
-        group_id: str | None = None,
-        journal: str | None = None,
-        *,
-        moved: bool = False,
-    ) -> WorkerHandle:
-        """Wait until a worker is alive and has fewer attempts; return the one with the fewest requests.
-
-        Siblings that begin one after the other have the same worker, which tokenises their prompt once,
-        unless it then has too many more requests than others. Attempts that go on from the same folder of
-        journals have the same worker up to its share of all, because it reads the whole folder: after a
-        restart each worker would otherwise read those of all workers.
-
-        While a worker is missing, the others take over its attempts up to this limit, which bounds their
-        memory. Where only one node has the journal of an attempt, it waits for a worker there while one is
-        starting; without one, it begins anew elsewhere. An attempt that was moved goes to the worker in
-        which the fewest loops have raised at once.
-        """
-
-        def has_capacity(worker: WorkerHandle) -> bool:
-            return max_attempts is None or len(worker.attempts) < max_attempts
-
-        while True:
-            avoided = self._avoided_nodes
-            if node in self._full_until_s:
-                node = None
-            worker = None if node is not None or avoided or moved else self._load.least_loaded()
-            if worker is not None and has_capacity(worker):
-                reader = None if journal is None else self._readers.get(journal)
-                if reader is not None and len(reader.attempts) < self._share:
-                    return reader
-                last_group, last = self._last_chosen or (None, worker)
-                if (
-                    last_group == group_id
-                    and self.workers.get(last.name) is last
-                    and has_capacity(last)
-                    and len(last.inboxes) < len(worker.inboxes) + self._slack
-                ):
-                    return last
-                return worker
-            free = [w for w in self.workers.values() if has_capacity(w)]
-            if near := [w for w in free if w.link.peer_node == node]:
-                free = near
-            elif node is not None and self._starting:
-                free = []
-            if moved:
-                names = {n for n, w in self.workers.items() if not near or w.link.peer_node == node}
-                least = min(map(self._num_failed_at_once, names | self._starting), default=0)
-                free = [w for w in free if self._num_failed_at_once(w.name) == least]
-            present = [w for w in free if w.link.peer_node not in avoided]
-            if free:  # what a worker stores on a node that does not answer may be lost
-                return min(present or free, key=lambda worker: len(worker.inboxes))
-            self._worker_free.clear()
-            with waiting("rollout worker"):
-                await self._worker_free.wait()
 
     # -- workers -------------------------------------------------------------------------------------------
 
@@ -619,23 +324,23 @@ class WorkerBackend(RolloutBackend):
                     frame_node = link.peer_node if on_node else ""
                     frames = self._spool.frame_folder(folder, frame_node)
                     worker = WorkerHandle(
-                        name, link, folder, frames, frame_node, self._new_leases, self._folders
+                        name, link, folder, frames, frame_node, self._new_grants, self._folders
                     )
                     cause = await self._receive_messages(worker)
-                    # Its process ends with the block. Until that is known its leases expire.
-                    self._keepers.start_task(f"leases of {name}", worker.leases.expire())
+                    # Its process ends with the block. Until that is known its grants expire.
+                    self._keepers.start_task(f"grants of {name}", worker.grants.expire())
             except (EnvironmentNotReady, ConfigError) as error:
                 if isinstance(error, ConfigError) and not has_started:
                     raise  # later a file may have been changed, or this node may lack what others have
                 failed_starts += 1
                 node = None
-                self._starting.discard(name)
-                self._worker_free.set()
+                self._choice.starting.discard(name)
+                self._choice.free.set()
                 log.warning("%s did not start: %s", name, error)
                 self._count_failures(name, failed_starts, error)
             finally:
                 if worker is not None and worker.link.peer_has_ended:
-                    worker.leases.close()
+                    worker.grants.close()
                 if worker is not None and worker.folder is not None and self._folders is not None:
                     self._folders.end_owner(worker.folder)
                 if worker is None or worker.link.peer_has_ended:
@@ -674,34 +379,30 @@ class WorkerBackend(RolloutBackend):
                 f"row; the last time: {last}"
             ) from last
 
-    def _new_leases(self, worker: WorkerHandle) -> RelayedLeases:
-        leases = RelayedLeases(
+    def _new_grants(self, worker: WorkerHandle) -> WorkerGrants:
+        grants = WorkerGrants(
             worker.name,
             self._pools,
-            worker.post,
-            lease_s=LEASE_S,
+            worker.link.post,
+            grant_s=GRANT_S,
             clock=self._clock,
-            on_lease=worker.record_lease,
+            on_revoke=worker.assume_sampling,
             probe_timeout_s=health.PROBE_TIMEOUT_S,
             worker_stall_s=self._config.worker_stall_s,
         )
-        self._leases = [each for each in self._leases if not each.is_closed] + [leases]
-        return leases
+        self._grants = [each for each in self._grants if not each.is_closed] + [grants]
+        return grants
 
     async def _receive_messages(self, worker: WorkerHandle) -> str:
         """Receive a worker's messages until it ends, and return why it ended."""
-        self.workers[worker.name] = worker
         self._spool.writers[worker.frame_node] += 1
-        self._load.offer(worker)
-        self._starting.discard(worker.name)
         if worker.folder is not None:
-            worker.post(OpenJournal(folder=str(worker.folder)))
-        worker.post(ServingChanged(paused=self._serving_clock.is_paused))
-        self._worker_free.set()
+            worker.link.post(OpenJournal(folder=str(worker.folder)))
+        self._choice.add(worker)
         cause = f"{worker.name} is ended with the run"
         try:
             async with services(
-                watch=lambda: self._watch_silence(worker), checks=worker.leases.checks.check_engines
+                watch=lambda: self._watch_silence(worker), checks=worker.grants.checks.check_engines
             ):
                 for number in count(1):
                     if (message := worker.link.receive_arrived()) is None:
@@ -718,34 +419,31 @@ class WorkerBackend(RolloutBackend):
             cause = f"{worker.name}: {lost}"
             return cause
         finally:
-            del self.workers[worker.name]
-            self._readers = {path: reader for path, reader in self._readers.items() if reader is not worker}
+            self._choice.remove(worker)
             self._metrics.journal_bytes.dec(worker.journal_bytes)
             self._spool.writers[worker.frame_node] -= 1
-            self._starting.add(worker.name)
             worker.fail_requests(cause)
-            worker.close()
+            worker.link.close()
 
     def _deliver_message(self, worker: WorkerHandle, message: Message) -> None:
-        if worker.leases.handle_message(message):  # most do
-            if type(message) is LeaseWanted and not message.model:
-                self._failed_at_once.pop(worker.name, None)
-                worker.callers.add(root_of(message.key))
-            return
         match message:
             case Heartbeat():
                 hears = worker.record_heartbeat(message.received)
-                worker.waits = message.waits
+                worker.record_waits(message.waits, self._actors)
                 try:
                     add_increments(message.increments, self._metrics)
                 except ValueError as error:
                     raise WorkerLost(f"it sent counts that do not fit their metrics: {error}") from error
                 self._apply_progress(worker, message)
-                worker.leases.renew(message, hears=hears)
+                worker.grants.renew(message, hears=hears)
+            case EnginesReleased():
+                self._record_progress(worker, message.progress)
+                worker.grants.record_release(message)
             case AttemptEnded(request_id=request_id, end=end):
                 if not worker.has_written(end):
                     raise WorkerLost("it sent references to files that are not in its folder")
                 self._check_answer(worker, message)
+                self._choice.failures.record_success(worker.name)
                 if (inbox := worker.inboxes.get(request_id)) is not None and inbox.put_message(message):
                     self._spool.hold([*end.trajectories, *end.completions])
                 else:  # the attempt is not wanted any more
@@ -754,17 +452,16 @@ class WorkerBackend(RolloutBackend):
             case AttemptFailed() | GroupScored():
                 self._check_answer(worker, message)
                 inbox = worker.inboxes.get(message.request_id)
-                lost = self._blame_worker(worker, message) if isinstance(message, AttemptFailed) else None
+                lost = self._record_failure(worker, message) if isinstance(message, AttemptFailed) else None
                 if inbox is None or not inbox.put_message(lost or message):
                     self._metrics.late_results_total.inc()
-                if lost is not None and self._must_end(worker):
-                    raise lost
             case WorkerFailed():
                 worker.failure = message.failure.error
+                self._record_progress(worker, message.progress)
                 if isinstance(worker.failure, SpoolFull):
-                    if self._folders is None or not self._folders.on_nodes:
+                    if is_shortage(worker.failure) and (self._folders is None or not self._folders.on_nodes):
                         raise worker.failure  # the disk of the run's folder is full for all workers
-                    self._avoid_node(worker.link.peer_node)
+                    self._choice.avoid_node(worker.link.peer_node)
                 raise WorkerLost(f"it failed: {worker.failure}")
             case _:
                 raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
@@ -784,69 +481,51 @@ class WorkerBackend(RolloutBackend):
                 f"it sent {type(message).__name__} for request {request_id}, which is not what that asked for"
             )
 
-    def _blame_worker(self, worker: WorkerHandle, message: AttemptFailed) -> WorkerLost | None:
-        """Return the error of an attempt that another worker is to try; None for one that has failed.
+    def _record_failure(self, worker: WorkerHandle, message: AttemptFailed) -> WorkerLost | None:
+        """Record an attempt that has failed; return the error of one that another worker is to try.
 
         A loop that raises before it asks for an engine does so in any worker if its task is to blame, and in
-        one of them if that lacks a package or a file. Such a worker is always free, so that it would fail
-        most attempts of the run.
-        """
-        attempt, error = worker.attempts.get(message.request_id), message.failure.error
-        if (
-            attempt is None
-            or not isinstance(error, RolloutError)
-            or isinstance(error, PromptTooLong)
-            or attempt.trajectory_id in worker.callers
-        ):
-            return None
-        self._failed_at_once.setdefault(worker.name, set()).add(attempt.task.task_id)
-        others = (self.workers.keys() | self._starting) - {worker.name}
-        least = min(map(self._num_failed_at_once, others), default=self._num_failed_at_once(worker.name))
-        if least >= self._num_failed_at_once(worker.name) or not worker.inboxes[message.request_id].may_move:
-            return None
-        self._moved.add(attempt.trajectory_id)
-        lost = WorkerLost(
-            "its agent loops raise before they call an engine, unlike those of other workers: compare the "
-            f"packages and files of its node with those of others; the last one: {error}"
-        )
-        lost.is_excused = True
-        return lost
-
-    def _must_end(self, worker: WorkerHandle) -> bool:
-        """Return whether loops raise at once for many tasks in a worker, and ask for engines in another."""
-        number = self._num_failed_at_once(worker.name)
-        return number >= _MAX_FAILED_AT_ONCE and any(
-            each.leases.has_asked and 2 * self._num_failed_at_once(each.name) < number
-            for each in self.workers.values()
-        )
-
-    def _num_failed_at_once(self, name: str) -> int:
-        """Return the number of tasks whose loops have raised in a worker since one asked for an engine."""
-        return len(self._failed_at_once.get(name, ()))
-
-    def _apply_progress(self, worker: WorkerHandle, heartbeat: Heartbeat) -> None:
-        """Take over how far the worker's trajectories are, and what its journal has.
+        one of them if that lacks a package or a file.
 
         Raises:
-            WorkerLost: A trajectory is not that of its request.
+            WorkerLost: The worker is to blame for what fails in it.
         """
-        for each in heartbeat.progress:
-            if (attempt := worker.attempts.get(each.request_id)) is not None:
-                if root_of(each.trajectory_id) != attempt.trajectory_id:
-                    raise WorkerLost(
-                        f"it sent progress of {each.trajectory_id} for request {each.request_id}, expected "
-                        f"{attempt.trajectory_id}"
-                    )
-                apply_report(attempt, each.trajectory_id, each.report)
+        attempt, error = worker.attempts.get(message.request_id), message.failure.error
+        if attempt is None or not isinstance(error, RolloutError) or isinstance(error, PromptTooLong):
+            return None
+        at_once, failures = not message.has_sampled, self._choice.failures
+        failures.record_failure(worker.name, attempt.trajectory_id, attempt.task.task_id, at_once=at_once)
+        others = self._choice.others(worker)
+        lost = WorkerLost(
+            "its attempts fail, unlike those of other workers: compare the packages, files and network of "
+            f"its node with those of others; the last error: {error}"
+        )
+        lost.is_excused = True
+        may_move = worker.inboxes[message.request_id].may_move
+        if moves := at_once and may_move and failures.fail_less_elsewhere(worker.name, others):
+            self._choice.move(attempt)
+        if failures.is_to_blame(
+            worker.name,
+            others,
+            have_sampled=[each.name for each in self.workers.values() if each.has_sampled],
+        ):
+            worker.inboxes[message.request_id].put_message(lost if moves else message)
+            raise lost
+        return lost if moves else None
+
+    def _record_progress(self, worker: WorkerHandle, progress: Sequence[AttemptProgress]) -> None:
+        """Take over how far the worker's trajectories are."""
+        if worker.record_progress(progress):
+            self._choice.failures.record_sampling(worker.name)
+
+    def _apply_progress(self, worker: WorkerHandle, heartbeat: Heartbeat) -> None:
+        """Take over how far the worker's trajectories are, and what its journal has."""
+        self._record_progress(worker, heartbeat.progress)
         if worker.folder is None or self._folders is None:
             return
         self._folders.record_written(worker.folder, heartbeat.written_claims)
         self._metrics.journal_bytes.inc(heartbeat.journal_bytes - worker.journal_bytes)
         worker.journal_bytes = heartbeat.journal_bytes
-
-    def _post_serving_change(self, paused: bool) -> None:
-        for worker in self.workers.values():
-            worker.post(ServingChanged(paused=paused))
 
     async def _watch_silence(self, worker: WorkerHandle) -> None:
         """End a worker that sends no heartbeats, or handles no messages."""
