@@ -13,8 +13,9 @@
 ```
 
 What goes over the link between the driver and a worker belongs here; how worker processes are placed belongs
-in `async_rl.placement`. A worker sees tokens and engine calls, the driver sees trajectories and engines. A worker holds
-nothing that cannot be restored, except for the tokens since the last write of its journal: when it ends, its
-attempts run again in other workers, which read it (`session/restore.py`), as after a restart of the driver.
+in `async_rl.placement`. A worker sees tokens and engine calls, the driver sees trajectories and engines. A
+worker holds nothing that cannot be restored, except for the tokens since the last write of its journal: when
+it ends, its attempts run again in other workers, which read it (`session/restore.py`), as after a restart of
+the driver.
 docs/design/control-and-data-plane.md describes grants and failures.
 """
