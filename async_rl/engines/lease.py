@@ -216,71 +216,107 @@ class LeaseListener(Protocol):
         ...
 
 
+class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a call needs of an engine."""
+
+    key: str
+    """The trajectory."""
+    tokens: int
+    """Tokens that the call will hold at most, prompt and answer."""
+    prompt: int
+    """Of these, tokens of the prompt."""
+    cached_prefix: CachedPrefix | None
+    """What the engine of the trajectory's last call has cached."""
+    asked_s: float
+
+
+class _Drop:
+    """The early end of a call by an error, whatever it waits for.
+
+    It works as `asyncio.timeout` does: by a cancellation that is then uncancelled. That class itself, created
+    for each chunk, would be most of what a chunk costs here.
+    """
+
+    __slots__ = ("_cancellations", "_cancelled", "error", "waiter")
+
+    def __init__(self) -> None:
+        self.error: EngineError | None = None
+        self.waiter: asyncio.Task[Any] | None = None
+        """The task that waits for the next event."""
+        self._cancelled = False
+        self._cancellations = 0
+
+    def end(self, error: EngineError) -> None:
+        """Raise an error where the next event is awaited; only the first counts."""
+        if self.error is not None:
+            return
+        self.error = error
+        if self.waiter is not None:
+            self._cancelled = True
+            self.waiter.cancel()
+
+    def await_event(self) -> None:
+        """Let `end` cancel the current task until the next event arrives."""
+        if self.error is not None:
+            raise self.error
+        self.waiter = task = asyncio.current_task()
+        assert task is not None
+        self._cancellations = task.cancelling()
+
+    def cause_of_cancellation(self) -> EngineError | None:
+        """Return the error if it alone caused the cancellation, which is then uncancelled."""
+        task = asyncio.current_task()
+        ours = self._cancelled and task is not None and task.uncancel() <= self._cancellations
+        return self.error if ours else None
+
+
 class Lease:
     """The right to make one call on one engine; returned when the block of `EngineCalls.lease` ends."""
 
-    slot: EngineSlot
-    """The pool's record of the engine that the call was assigned to; not there before."""
-
     def __init__(
         self,
+        request: CallRequest,
+        slot: EngineSlot,
         listener: LeaseListener,
         failures: BackPressureListener,
         judge: EngineJudge,
         clock: Callable[[], float],
-        key: str,
-        tokens: int,
-        prompt: int,
-        cached_prefix: CachedPrefix | None,
+        *,
+        number: int,
+        prefill_tokens: int,
+        cause: Recomputed | None,
     ) -> None:
-        """Describe the call; the dispatcher calls `place` when an engine has capacity.
+        """Assign a call to an engine.
 
         Args:
+            request: What was asked for.
+            slot: The engine, which counts the call from now on.
             listener: Notified of the call's progress.
             failures: Notified when the engine takes no call.
             judge: Notified when the call or its engine fails.
             clock: Monotonic seconds.
-            key: Trajectory id.
-            tokens: Tokens the call will hold at most, prompt and answer.
-            prompt: Of these, tokens of the prompt.
-            cached_prefix: What the engine of the trajectory's last call has cached.
+            number: Greater than that of all calls before.
+            prefill_tokens: Tokens that the engine has to prefill before the first new one.
+            cause: Why the cached prefix must be prefilled again; None while it is usable.
         """
-        self.key = key
-        self.tokens = tokens
-        self.prompt = prompt
-        self.cached_prefix = cached_prefix
-        self.prefill_tokens = 0
-        self.cause: Recomputed | None = None
-        """Why the cached prefix must be prefilled again, None while it is usable."""
-        self.grant: EngineGrant | None = None
+        self.request = request
+        self.slot = slot
+        self.grant = slot.grant
         """The grant of the engine when the call began."""
-        self.number = -1
+        self.number = number
+        self.prefill_tokens = prefill_tokens
+        self.cause = cause
         self.received = 0
         """Number of tokens received."""
-        self.asked_s = clock()
-        self.heard_s = self.asked_s
+        self.heard_s = now = clock()
         self.overtaken_s: float | None = None
         self.receives_payload = False
         """Whether its routing payload arrives, or waits to be read: `PayloadGate` bounds the time of both."""
-        self.placed = False
-        """Whether the call has an engine."""
-        self.withdrawn = False
-        """Whether the call is not wanted any more, and has no engine yet."""
         self._listener = listener
         self._failures = failures
         self._judge = judge
         self._clock = clock
-        self._waiter: asyncio.Task[Any] | None = None
-        self._cancelled = False
-        self._cancellations = 0
-        self._dropped: EngineError | None = None
-
-    def place(self, slot: EngineSlot, number: int, prefill_tokens: int, cause: Recomputed | None) -> None:
-        """Assign the call to an engine."""
-        self.slot, self.number, self.prefill_tokens, self.cause = slot, number, prefill_tokens, cause
-        self.placed = True
-        self.grant = slot.grant
-        now = self.heard_s = self._clock()
+        self._drop = _Drop()
         if not slot.num_calls:
             slot.progress_s = now  # an idle engine has nothing to send
         slot.prefilling[self] = None
@@ -298,14 +334,12 @@ class Lease:
     @property
     def epoch_name(self) -> str:
         """The engine's restarts and epoch when the call began, for ids of requests."""
-        assert self.grant is not None, "the call has an engine"
         return f"{self.grant.restart_count}.{self.grant.epoch}"
 
     @property
     def interrupted(self) -> bool:
         """Whether the grant has ended under which the lease was given, which explains an abort."""
         slot, began = self.slot, self.grant
-        assert began is not None, "the call has an engine"
         return not (
             slot.is_open
             and (slot.grant.restart_count, slot.grant.epoch) == (began.restart_count, began.epoch)
@@ -334,30 +368,29 @@ class Lease:
         try:
             try:
                 async with wait, aclosing(stream):
-                    self._await_event()
+                    self._drop.await_event()
                     async for event in stream:
-                        self._waiter = None
+                        self._drop.waiter = None
                         if isinstance(event, Chunk):
                             self.record_chunk(len(event.token_ids))
                             wait.renew("chunk")
                         elif isinstance(event, PayloadProgress):
                             self.record_payload()
                             wait.renew("chunk")
-                            self._await_event()
+                            self._drop.await_event()
                             continue
                         else:
                             self.record_finish(len(request.input_ids), event)
                         yield event
-                        self._await_event()
+                        self._drop.await_event()
             finally:
-                self._waiter = None
+                self._drop.waiter = None
         except asyncio.CancelledError:
-            if self._is_cancelled_by_drop():
-                assert self._dropped is not None
-                raise self._dropped from None
+            if (error := self._drop.cause_of_cancellation()) is not None:
+                raise error from None
             raise
         except CallLost as error:
-            if error is not self._dropped:
+            if error is not self._drop.error:
                 self._judge.record_strike(engine_id, error)
             raise
         except EngineBusy as error:
@@ -365,14 +398,16 @@ class Lease:
                 self._failures.record_back_pressure(engine_id, error)
             raise
         except RequestRefused as error:
-            if self.interrupted or not self._failures.record_refused_request(engine_id, self.key, error):
+            if self.interrupted or not self._failures.record_refused_request(
+                engine_id, self.request.key, error
+            ):
                 raise EngineBusy(str(error)) from error
             raise
         except LocalShortage as error:
             self._failures.record_local_shortage(error)
             raise
         except EngineError as error:
-            if error is not self._dropped:
+            if error is not self._drop.error:
                 wrong_weights = isinstance(error, VersionMismatch)
                 self._judge.quarantine_engine(engine_id, error, wrong_weights=wrong_weights)
             raise
@@ -387,28 +422,7 @@ class Lease:
         Args:
             error: What the call raises. `VersionMismatch` says that its tokens are of unknown weights.
         """
-        if self._dropped is not None:
-            return
-        self._dropped = error
-        if self._waiter is not None:
-            self._cancelled = True
-            self._waiter.cancel()
-
-    # A call is dropped as `asyncio.timeout` ends a block: by a cancellation that is then uncancelled. That
-    # class itself, created for each chunk, would be most of what a chunk costs here.
-
-    def _await_event(self) -> None:
-        """Let a drop cancel the current task until the next event arrives."""
-        if self._dropped is not None:
-            raise self._dropped
-        self._waiter = task = asyncio.current_task()
-        assert task is not None
-        self._cancellations = task.cancelling()
-
-    def _is_cancelled_by_drop(self) -> bool:
-        """Whether a drop alone caused the cancellation, which is then uncancelled."""
-        task = asyncio.current_task()
-        return self._cancelled and task is not None and task.uncancel() <= self._cancellations
+        self._drop.end(error)
 
     def record_chunk(self, tokens: int) -> None:
         """Record that tokens of the call have arrived."""
@@ -431,7 +445,7 @@ class Lease:
         oldest = slot.queued_call
         if oldest is not None and oldest.number < self.number and oldest.overtaken_s is None:
             oldest.overtaken_s = now
-        self._listener.record_first_token(self, now - self.asked_s)
+        self._listener.record_first_token(self, now - self.request.asked_s)
 
     def record_payload(self) -> None:
         """Record that a piece of the call's routing payload has arrived."""
@@ -444,8 +458,9 @@ class Lease:
         self.slot.heard_s = self.slot.progress_s = self._clock()
         if self in self.slot.prefilling and finish.reason != "abort":
             self._record_prefilled()  # it was a call for scores or routing rows
-        if self.cached_prefix is None or (finish.reason == "abort" and not self.received):
+        prefix = self.request.cached_prefix
+        if prefix is None or (finish.reason == "abort" and not self.received):
             return  # an engine that ends a queued call does not report what it had cached of it
-        again = min(prompt, self.cached_prefix.tokens) - finish.cached_tokens
+        again = min(prompt, prefix.tokens) - finish.cached_tokens
         if again > 0:
             self._listener.record_recomputed_tokens(again, self.cause or "evicted")

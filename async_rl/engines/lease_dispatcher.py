@@ -25,6 +25,7 @@ from async_rl.engines.balancing import Balancer
 from async_rl.engines.lease import (
     BackPressureListener,
     CachedPrefix,
+    CallRequest,
     EngineJudge,
     EngineSlot,
     EngineState,
@@ -90,7 +91,7 @@ class LeaseDispatcher:
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._numbers = count(1)
         """Of leases, when they are asked for and when they are placed."""
-        self._waiting_line: list[tuple[str, int, Lease, asyncio.Future[None]]] = []
+        self._waiting_line: list[tuple[str, int, CallRequest, asyncio.Future[Lease]]] = []
         self._more: asyncio.Handle | None = None
         """Continues with `admit_waiting` in the next turn of the event loop."""
         self._pause: asyncio.TimerHandle | None = None
@@ -107,37 +108,35 @@ class LeaseDispatcher:
             tokens: Tokens that the call holds on the engine at most, prompt and answer.
             prompt: Of these, tokens of the prompt.
         """
-        lease = Lease(
-            self,
-            self._failures,
-            self._judge,
-            self._clock,
-            key,
-            tokens,
-            prompt,
-            self._cached_prefixes.get(key),
+        request = CallRequest(
+            key=key,
+            tokens=tokens,
+            prompt=prompt,
+            cached_prefix=self._cached_prefixes.get(key),
+            asked_s=self._clock(),
         )
-        if self._waiting_line or not self._place_lease(lease):
-            placed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting_line, (key, next(self._numbers), lease, placed))
-            self.admit_waiting()
-            try:
-                if not lease.placed:
-                    with waiting("engine", why=self.describe_states):
-                        await placed
-            except BaseException:
-                self._return_lease(lease)
-                raise
+        lease = None if self._waiting_line else self._place_call(request)
+        if lease is None:
+            lease = await self._wait_for_engine(request)
         try:
             yield lease
         finally:
-            self._return_lease(lease)
-
-    def _return_lease(self, lease: Lease) -> None:
-        if lease.placed:
             self._end_lease(lease)
-        else:
-            lease.withdrawn = True
+
+    async def _wait_for_engine(self, request: CallRequest) -> Lease:
+        placed: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting_line, (request.key, next(self._numbers), request, placed))
+        self.admit_waiting()
+        try:
+            if placed.done():
+                return placed.result()
+            with waiting("engine", why=self.describe_states):
+                return await placed
+        except BaseException:
+            if placed.done() and not placed.cancelled():  # cancelled at this moment
+                self._end_lease(placed.result())
+            placed.cancel()
+            raise
 
     @property
     def is_valid(self) -> bool:
@@ -154,14 +153,13 @@ class LeaseDispatcher:
         for _ in range(_GRANTS_PER_TURN):
             if not self._waiting_line:
                 return
-            *_, lease, placed = self._waiting_line[0]
-            if not lease.withdrawn and not self._place_lease(lease):
-                return
+            *_, request, placed = self._waiting_line[0]
+            if not placed.done():  # its caller may have left
+                if (lease := self._place_call(request)) is None:
+                    return
+                self._waited_seconds.observe(self._clock() - request.asked_s)
+                placed.set_result(lease)
             heapq.heappop(self._waiting_line)
-            if not lease.withdrawn:
-                self._waited_seconds.observe(self._clock() - lease.asked_s)
-                if not placed.done():  # cancelled at this moment
-                    placed.set_result(None)
         if self._more is None:
             self._more = asyncio.get_running_loop().call_soon(self._admit_more)
 
@@ -205,7 +203,9 @@ class LeaseDispatcher:
             lease.slot.refusals.record_accepted_request(self._clock())
             self._balancer.end_prefill(engine_id, lease.prefill_tokens)
             self._balancer.limit_calls(engine_id, pressure.max_calls)
-        kind = "new" if lease.cached_prefix is None else "again" if lease.cause is not None else "next"
+        kind = (
+            "new" if lease.request.cached_prefix is None else "again" if lease.cause is not None else "next"
+        )
         self._first_token_seconds[kind].observe(waited_s)
         self.admit_waiting()
 
@@ -215,11 +215,11 @@ class LeaseDispatcher:
 
     # -- inside -------------------------------------------------------------------------------------------
 
-    def _place_lease(self, lease: Lease) -> bool:
-        """Give a lease an engine; False when none has capacity."""
+    def _place_call(self, request: CallRequest) -> Lease | None:
+        """Give a call an engine; None when none has capacity."""
         if self._pause is not None:
-            return False
-        prefix, held = lease.cached_prefix, 0
+            return None
+        prefix, held = request.cached_prefix, 0
         slot = self._slots.get(prefix.engine_id) if prefix is not None else None
         cause: Recomputed | None = None
         if prefix is not None:
@@ -232,23 +232,33 @@ class LeaseDispatcher:
             elif slot.grant.num_flushes != prefix.num_flushes:
                 cause = "update"
             else:
-                held = min(prefix.tokens, lease.prompt)
-        cached = prefix is not None and cause is None and 2 * held >= lease.prompt
+                held = min(prefix.tokens, request.prompt)
+        cached = prefix is not None and cause is None and 2 * held >= request.prompt
         sticky = prefix.engine_id if prefix is not None else None
         chosen = self._balancer.choose_engine(sticky=sticky, cached=cached)
         if chosen is None:
-            return False
+            return None
         if prefix is not None and cause is None and chosen != prefix.engine_id:
             cause, held = "moved", 0
-        slot, prefill_tokens = self._slots[chosen], lease.prompt - held
-        self._balancer.begin_call(chosen, tokens=lease.tokens, prefill_tokens=prefill_tokens)
-        lease.place(slot, next(self._numbers), prefill_tokens, cause)
+        slot, prefill_tokens = self._slots[chosen], request.prompt - held
+        self._balancer.begin_call(chosen, tokens=request.tokens, prefill_tokens=prefill_tokens)
+        lease = Lease(
+            request,
+            slot,
+            self,
+            self._failures,
+            self._judge,
+            self._clock,
+            number=next(self._numbers),
+            prefill_tokens=prefill_tokens,
+            cause=cause,
+        )
         if slot.num_calls == 1:
             slot.on_busy(True)
-        return True
+        return lease
 
     def _end_lease(self, lease: Lease) -> None:
-        slot, engine_id = lease.slot, lease.engine.engine_id
+        slot, request, engine_id = lease.slot, lease.request, lease.engine.engine_id
         prefilled = lease in slot.streaming
         del (slot.streaming if prefilled else slot.prefilling)[lease]
         if not slot.num_calls:
@@ -257,18 +267,17 @@ class LeaseDispatcher:
             return  # the engine was removed, with its load
         if not prefilled:
             self._balancer.end_prefill(engine_id, lease.prefill_tokens)
-        if prefilled or lease.cached_prefix is None:
-            self._remember_prefix(lease, lease.prompt + lease.received if prefilled else 0)
-        self._balancer.end_call(engine_id, lease.tokens)
+        if prefilled or request.cached_prefix is None:
+            self._remember_prefix(lease, request.prompt + lease.received if prefilled else 0)
+        self._balancer.end_call(engine_id, request.tokens)
         self.admit_waiting()
 
     def _remember_prefix(self, lease: Lease, tokens: int) -> None:
         """Remember which engine has cached the trajectory's tokens. The last one sampled was never fed."""
         grant = lease.grant
-        assert grant is not None, "the call has an engine"
         prefix = CachedPrefix(grant.engine_id, grant.restart_count, grant.num_flushes, max(0, tokens - 1))
-        self._cached_prefixes[lease.key] = prefix
-        self._cached_prefixes.move_to_end(lease.key)
+        self._cached_prefixes[lease.request.key] = prefix
+        self._cached_prefixes.move_to_end(lease.request.key)
         if len(self._cached_prefixes) > _MAX_CACHED_PREFIXES:
             self._cached_prefixes.popitem(last=False)
 
