@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from async_rl.engine_protocol import Engine
 from async_rl.engines.lease import EngineGrant, EngineLoad
@@ -111,6 +111,10 @@ class GrantHolder(Protocol):
         ...
 
 
+_MIN_DIFFERENCE: Final = 8
+"""An engine is lent to holders of engines that have at least so many calls more."""
+
+
 class EngineShares:
     """Which holders call which engines: as few to an engine as possible, and as evenly as possible.
 
@@ -133,11 +137,14 @@ class EngineShares:
         self._everywhere = everywhere
         self.holders_of: dict[str, list[Any]] = {}
         """The holders of each engine."""
+        self._borrowed: list[tuple[str, Any]] = []
+        """Shares beyond those: engines and holders."""
         self.weights: dict[Any, float] = {}
         """How many engines each holder has, those that it shares in part."""
 
     def update(self, engines: Sequence[str], holders: Sequence[Any]) -> None:
         """Share these engines among these holders."""
+        self._borrowed = [each for each in self._borrowed if not self._take_back(*each)]
         before, self.holders_of = self.holders_of, {engine: [] for engine in engines}
         if self._everywhere:
             self.holders_of = {engine: list(holders) for engine in engines}
@@ -153,6 +160,42 @@ class EngineShares:
         for mine in self.holders_of.values():
             for holder in mine:
                 self.weights[holder] = self.weights.get(holder, 0.0) + 1 / len(mine)
+
+    def level(self, calls: Mapping[str, int]) -> bool:
+        """Lend engines with few calls to holders of those with many, until their calls are those of the mean.
+
+        Attempts that fan out to many calls, or wait for tools, load the engines of their worker unevenly.
+
+        Args:
+            calls: The number of calls of each engine that serves.
+
+        Returns:
+            Whether a share has changed.
+        """
+        if self._everywhere or len(calls) < 2:
+            return False
+        before, mean = list(self._borrowed), sum(calls.values()) / len(calls)
+        self._borrowed = [
+            (engine, holder)
+            for engine, holder in self._borrowed
+            if calls.get(engine, 0) < mean or not self._take_back(engine, holder)
+        ]
+        by_calls = sorted(calls, key=calls.__getitem__)
+        for idle, busy in zip(by_calls, reversed(by_calls), strict=True):
+            if 2 * calls[idle] > mean or calls[busy] - calls[idle] < _MIN_DIFFERENCE:
+                break
+            mine = self.holders_of[idle]
+            if (
+                holder := next((each for each in self.holders_of[busy] if each not in mine), None)
+            ) is not None:
+                mine.append(holder)
+                self._borrowed.append((idle, holder))
+        return before != self._borrowed
+
+    def _take_back(self, engine: str, holder: Any) -> bool:
+        if (mine := self.holders_of.get(engine)) is not None and holder in mine:
+            mine.remove(holder)
+        return True
 
 
 def _spread(items: Sequence[Any], bins: Sequence[Any], before: Mapping[Any, Any]) -> dict[Any, Any]:

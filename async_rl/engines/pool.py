@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 _STRIKE_MEMORY_S: Final = 600.0
 """Strikes further apart are no pattern: over days, any engine loses a connection now and then."""
 
+_LEVEL_S: Final = 1.0
+"""Between two looks at whether some engines have few calls while others have many."""
+
 _MAY_SERVE: Final = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERVING)
 """States of engines that serve rollouts now or soon."""
 
@@ -177,6 +180,7 @@ class EnginePool(EngineJudge):
         self._shares = EngineShares(everywhere=shares_all)
         self._sharing: asyncio.Handle | None = None
         """Shares the engines anew in this turn of the event loop."""
+        self._leveling: asyncio.TimerHandle | None = None
         self._need_repair: dict[str, None] = {}
         """Engines that need repair: finding them among thousands at every change would cost seconds."""
         self._changed = asyncio.Event()
@@ -444,6 +448,8 @@ class EnginePool(EngineJudge):
         """Let a rollout worker have a share of the engines."""
         self.holders[holder] = None
         self.share_anew()
+        if self._leveling is None:
+            self._leveling = asyncio.get_running_loop().call_later(_LEVEL_S, self._level_shares)
 
     def remove_holder(self, holder: GrantHolder) -> None:
         """Share the engines among the others: the worker can no longer call any."""
@@ -467,10 +473,23 @@ class EnginePool(EngineJudge):
     def share_engines(self) -> None:
         """Share the engines among the workers that can call them now."""
         self._sharing = None
-        able = [holder for holder in self.holders if holder.may_call]
         shared = [engine_id for engine_id, record in self._records.items() if record.state in _SHARED]
-        self._shares.update(shared, able)
-        mine: dict[GrantHolder, set[str]] = {holder: set() for holder in able}
+        self._shares.update(shared, [holder for holder in self.holders if holder.may_call])
+        self._apply_shares()
+
+    def _level_shares(self) -> None:
+        """Lend engines with few calls to workers whose engines have many, once a second."""
+        self._leveling = None
+        if not self.holders:
+            return
+        self._leveling = asyncio.get_running_loop().call_later(_LEVEL_S, self._level_shares)
+        serving = self.engines(EngineState.SERVING)
+        if self._shares.level({each.engine_id: self.load_of(each.engine_id).calls for each in serving}):
+            self._apply_shares()
+
+    def _apply_shares(self) -> None:
+        """Grant what workers share, and take back what they do not."""
+        mine: dict[GrantHolder, set[str]] = {holder: set() for holder in self.holders}
         for engine_id, holders in self._shares.holders_of.items():
             for holder in holders:
                 mine[holder].add(engine_id)
