@@ -134,6 +134,14 @@ class SamplingMask(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         last = first + int(self.counts[start:stop].sum(dtype=np.int64))
         return SamplingMask(counts=self.counts[start:stop], token_ids=self.token_ids[first:last])
 
+    def take(self, positions: np.ndarray) -> SamplingMask:
+        """Return the mask of any positions, `[m]`, in their order."""
+        ends = np.cumsum(self.counts, dtype=np.int64)
+        counts = self.counts[positions].astype(np.int64)
+        moved = (ends - self.counts)[positions] - (np.cumsum(counts) - counts)
+        index = np.repeat(moved, counts) + np.arange(int(counts.sum()))
+        return SamplingMask(counts=counts.astype(np.uint16), token_ids=self.token_ids[index])
+
     @property
     def rows(self) -> Int64Array:
         """The position of each id, `[sum(counts)]`."""

@@ -63,6 +63,7 @@ def test_a_mask_has_what_it_was_made_of() -> None:
     assert (mask.token_ids.dtype, mask.counts.dtype) == (np.uint32, np.uint16)
     assert SamplingMask.of([[65535]]).token_ids.dtype == np.uint16
     assert lists(mask[1:3]) == [[], [70000]]
+    assert lists(mask.take(np.array([3, 0, 0, 1]))) == [[1, 2, 3], [3, 9], [3, 9], []]
     joined = SamplingMask.joined([mask[2:], SamplingMask.untruncated(2), mask[:1]])
     assert lists(joined) == [[70000], [1, 2, 3], [], [], [3, 9]]
     assert mask.rows.tolist() == [0, 0, 2, 3, 3, 3]
