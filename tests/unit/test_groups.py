@@ -144,7 +144,9 @@ def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> No
     group.end_sibling("running", "reward_error")
     assert group.oldest_version() == 6
     assert not group.all_ended.is_set()
-    group.end_sibling("young", [make_trajectory("young", sampled=((4, 6), (2, 7)), routing=False)])
+    group.end_sibling(
+        "young", [StoredTrajectory.of(make_trajectory("young", sampled=((4, 6), (2, 7)), routing=False))]
+    )
     assert group.oldest_version() == 6
     assert group.all_ended.is_set()
     assert group.sampled_lengths() == {"young": 6, "running": 3}
@@ -160,7 +162,9 @@ def test_only_answers_that_sample_no_more_age_when_tokens_are_masked() -> None:
     assert group.oldest_version() == 4  # it is in a tool, and may end there
     calling.begin_turn(8, 16, ())
     assert group.oldest_version() is None
-    group.end_sibling("done", [make_trajectory("done", sampled=((4, 1), (2, 5)), routing=False)])
+    group.end_sibling(
+        "done", [StoredTrajectory.of(make_trajectory("done", sampled=((4, 1), (2, 5)), routing=False))]
+    )
     assert group.oldest_version() == 5
 
 

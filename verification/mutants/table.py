@@ -184,7 +184,7 @@ def the_older_of_two_drivers_writes_its_checkpoint(original, groups, *, durable=
 
 
 @breaks(
-    "async_rl.rollout.workers.worker_backend:WorkerHandle.is_answer",
+    "async_rl.rollout.workers.worker_handle:WorkerHandle.is_answer",
     "simulation/rollout_workers",
     "unit/rollout_workers",
 )
@@ -194,11 +194,11 @@ def workers_answer_what_they_were_not_asked(original, *args):
 
 
 @breaks(
-    "async_rl.rollout.workers.worker_backend:WorkerBackend._blame_worker",
+    "async_rl.rollout.workers.failing_workers:FailingWorkers.record_failure",
     "simulation/rollout_workers",
     "unit/rollout_workers",
 )
-def one_bad_worker_fails_most_attempts(original, *args):
+def one_bad_worker_fails_most_attempts(original, *args, **named):
     """A worker in which all loops raise at once keeps its attempts, and gets more."""
 
 
