@@ -30,7 +30,7 @@ from async_rl.placement.placements import MIN_CPUS, addresses_of, node_addresses
 from async_rl.placement.ray_trainer import cause_of, last_line
 from async_rl.rollout.workers.link import LinkListener, connect_link, listen
 from async_rl.rollout.workers.messages import Link
-from async_rl.rollout.workers.worker import START_TIMEOUT_S, RolloutWorker
+from async_rl.rollout.workers.worker import START_TIMEOUT_S, RolloutWorker, WorkerFiles
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.descriptors import raise_descriptor_limit
 from async_rl.runtime.ids import new_id
@@ -212,9 +212,7 @@ async def _run_worker(
         new_id=new_id,
         metrics=metrics,
         clock=time.monotonic,
-        frames=frames,
-        inspected=inspected,
-        syncs_journal=True,
+        files=WorkerFiles(frames, inspected, syncs_journal=True),
     )
     with short_pauses(), LoopWatchdog(metrics):
         try:

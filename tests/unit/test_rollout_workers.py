@@ -244,7 +244,7 @@ class WorkerBench:
             self.config,
             self.processes.open,
             self.metrics,
-            self.bench.pool,
+            {"": self.bench.pool},
             self.clock,
             self.spool,
             self.folders,

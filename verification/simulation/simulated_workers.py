@@ -55,7 +55,7 @@ from async_rl.rollout.workers.messages import (
     decode,
     encode,
 )
-from async_rl.rollout.workers.worker import RolloutWorker
+from async_rl.rollout.workers.worker import RolloutWorker, WorkerFiles
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.store.archive import InspectedTrajectories
@@ -472,7 +472,7 @@ class SimulatedWorkers:
 
     Example:
         >>> workers = SimulatedWorkers(seed, chat, engines, facts, delay_s=lambda: 0.001)
-        >>> async with WorkerBackend(config, workers.open, metrics, pool, clock, spool): ...
+        >>> async with WorkerBackend(config, workers.open, metrics, {"": pool}, clock, spool): ...
         >>> workers.kill(0)
     """
 
@@ -551,8 +551,10 @@ class SimulatedWorkers:
             new_id=lambda: f"{prefix}{next(numbers):024x}",
             metrics=self.metrics[-1],
             clock=clock,
-            frames=AnswerFolder(spec.folder) if spec.frames is None else self._spool(spec, spec.frames, node),
-            inspected=None if spec.inspected is None else InspectedTrajectories(spec.inspected),
+            files=WorkerFiles(
+                AnswerFolder(spec.folder) if spec.frames is None else self._spool(spec, spec.frames, node),
+                None if spec.inspected is None else InspectedTrajectories(spec.inspected),
+            ),
         )
         if spec.config.queue.journal_dir is not None:
             theirs.at_node = partial(_with_journals_of, ours.peer_node)

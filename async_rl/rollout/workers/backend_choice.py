@@ -47,11 +47,10 @@ def choose_backend(
             context.config,
             open_worker,
             context.metrics,
-            pool,
+            {"": pool, **(models or {})},
             context.clock,
             spool,
             journals,
-            models=models,
             inspected=inspected,
             name=name,
         )

@@ -90,6 +90,17 @@ _MIN_REPORTED_TOKENS: Final = 64
 """A trajectory that has sampled fewer tokens more is not reported again for that."""
 
 
+class WorkerFiles(NamedTuple):
+    """Where a worker stores what it makes."""
+
+    frames: FrameStore
+    """Finished trajectories."""
+    inspected: InspectedTrajectories | None = None
+    """A copy of each for inspection."""
+    syncs_journal: bool = False
+    """Whether its journal is for processes of other nodes: see `Journal`."""
+
+
 class RolloutWorker:
     """Runs the attempts that the driver starts over a link."""
 
@@ -103,9 +114,7 @@ class RolloutWorker:
         new_id: Callable[[], str],
         metrics: Metrics,
         clock: Callable[[], float],
-        frames: FrameStore,
-        inspected: InspectedTrajectories | None = None,
-        syncs_journal: bool = False,
+        files: WorkerFiles,
     ) -> None:
         """Load the agent loop and the rewards that the config names.
 
@@ -117,16 +126,14 @@ class RolloutWorker:
             new_id: Returns a unique id for each engine request.
             metrics: Counted here, and added to the driver's.
             clock: Monotonic seconds.
-            frames: Stores finished trajectories.
-            inspected: Keeps a copy of each for inspection.
-            syncs_journal: Whether its journal is for processes of other nodes: see `Journal`.
+            files: Where it stores what it makes.
 
         Raises:
             ConfigError: One of them cannot be loaded.
         """
         self._config = config
         self._clock = clock
-        self._syncs_journal = syncs_journal
+        self._syncs_journal = files.syncs_journal
         self._link: Link | None = None
         model_metrics = {name: Metrics().share(metrics, MODEL_METRICS) for name in config.models}
         self._engines = WorkerEngines(
@@ -145,7 +152,7 @@ class RolloutWorker:
             models={name: self._engines.models[name].dispatcher for name in config.models},
         )
         self._metrics = metrics
-        self._backend = LocalBackend(context, frames, inspected)
+        self._backend = LocalBackend(context, files.frames, files.inspected)
         self._attempts: dict[int, Attempt] = {}
         self._reported: dict[int, dict[str, _Reported]] = {}
         """What the driver knows of attempts, by request and trajectory."""

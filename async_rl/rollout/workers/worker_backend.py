@@ -122,12 +122,11 @@ class WorkerBackend(RolloutBackend):
         config: Config,
         open_worker: OpenWorker,
         metrics: Metrics,
-        pool: EnginePool,
+        pools: Mapping[str, EnginePool],
         clock: Callable[[], float],
         spool: Spool | AnswerSpool,
         folders: JournalFolders | None = None,
         *,
-        models: Mapping[str, EnginePool] | None = None,
         inspected: InspectedTrajectories | None = None,
         name: str = "rollout-worker",
     ) -> None:
@@ -137,11 +136,10 @@ class WorkerBackend(RolloutBackend):
             config: Their number, and the settings that their sessions follow.
             open_worker: Starts a worker.
             metrics: To which those of the workers are added.
-            pool: The engines that workers call, whose serving clock they follow.
+            pools: The engines that workers call, by model; "" is the policy.
             clock: Monotonic seconds.
             spool: Has a folder for each worker, and holds the frames that they write.
             folders: The journals of the run; without, workers keep none.
-            models: The engines of further models, by the model's name.
             inspected: Where workers keep a copy of each trajectory for inspection.
             name: The name of a worker begins with it.
         """
@@ -159,9 +157,9 @@ class WorkerBackend(RolloutBackend):
         self._folders = folders
         self._open_worker = open_worker
         self._metrics = metrics
-        self._pools = {"": pool, **(models or {})}
+        self._pools = pools
         self._clock = clock
-        self._choice = WorkerChoice(config, pool, spool, clock)
+        self._choice = WorkerChoice(config, pools[""], spool, clock)
         self._failing: set[str] = set()
         """Workers that have failed `_MAX_FAILED_STARTS` times in a row."""
         self._actors: dict[str, acting] = {}
