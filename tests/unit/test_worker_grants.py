@@ -324,6 +324,40 @@ def test_every_worker_has_a_share_where_engines_are_few() -> None:
     assert before
 
 
+def test_an_engine_with_few_calls_is_lent_until_it_has_as_many_as_others() -> None:
+    shares = EngineShares()
+    shares.update(["x", "y", "z"], ["a", "b", "c"])
+    assert not shares.level({"x": 40, "y": 41, "z": 39})
+    assert not shares.level({"x": 7, "y": 1, "z": 4})  # that is no load
+    assert shares.level({"x": 100, "y": 2, "z": 30})
+    assert shares.holders_of == {"x": ["a"], "y": ["b", "a"], "z": ["c"]}
+    assert shares.weights == {"a": 1, "b": 1, "c": 1}  # attempts go where they went
+    assert not shares.level({"x": 70, "y": 30, "z": 30})
+    assert shares.level({"x": 44, "y": 44, "z": 40})
+    assert shares.holders_of == {"x": ["a"], "y": ["b"], "z": ["c"]}
+    assert shares.level({"x": 100, "y": 2, "z": 30})
+    shares.update(["x", "y", "z"], ["b", "c"])
+    assert sorted(map(len, shares.holders_of.values())) == [1, 1, 1]
+
+
+async def test_a_worker_with_many_calls_borrows_an_engine_with_few() -> None:
+    async with driving() as driver:
+        driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
+        driver.pool.serve_engine("engine-1", 3)
+        other = PlayedWorker(driver.pools, name="rollout-worker-1")
+        await other.beat()
+        mine = next(name for name in driver.grants.grants() if name != "teacher-0")
+        theirs = next(name for name in other.grants.grants() if name != "teacher-0")
+        assert mine != theirs
+        for calls, lent in ((60, True), (30, False)):
+            for _ in range(6):
+                await driver.beat(use(mine, calls))
+                await other.beat(use(theirs, 60 - calls))
+                await asyncio.sleep(0.25)
+            assert (theirs in driver.grants.grants()) is lent
+        other.grants.close()
+
+
 async def test_an_engine_that_fails_is_replaced_by_a_share_of_another() -> None:
     async with driving() as driver:
         driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
