@@ -505,7 +505,7 @@ class EnginePool(EngineJudge):
         record, holders = self._records[engine_id], self._shares.holders_of.get(engine_id, ())
         grant = record.grant(num_holders=max(1, len(holders)), has_others=len(self._records) > 1)
         for holder in holders:
-            if holder.grants().get(engine_id) != grant:
+            if holder in self.holders and holder.may_call and holder.grants().get(engine_id) != grant:
                 record.users[holder] = None
                 holder.grant(record.engine, grant)
 

@@ -501,6 +501,24 @@ async def test_grants_of_a_silent_worker_expire_and_it_gets_others_when_it_is_ba
         }
 
 
+@pytest.mark.parametrize("how", ["ends", "is silent"])
+async def test_no_engine_is_granted_to_a_worker_that_can_no_longer_call(how: str) -> None:
+    """It serves again in the turn in which the worker is lost: nothing would confirm its revocation."""
+    async with driving() as driver:
+        driver.pool.hold_engine("engine-0")
+        if how == "ends":
+            driver.grants.close()
+        else:
+            await asyncio.sleep(GRANT_S)
+            while driver.grants.may_call:
+                await asyncio.sleep(0.001)
+        driver.pool.serve_engine("engine-0", 4)
+        await asyncio.sleep(0.1)
+        began_s = driver.clock()
+        await driver.interrupt()
+        assert driver.clock() == began_s
+
+
 async def test_grants_expire_also_when_the_wait_for_that_is_cancelled() -> None:
     """An evaluation that is stopped has workers that may still send requests."""
     async with driving() as driver:
