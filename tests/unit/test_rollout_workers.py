@@ -1048,9 +1048,9 @@ async def test_no_worker_runs_more_attempts_than_its_memory_is_planned_for() -> 
         assert len(frames_in(workers.spool)) == 12
 
 
-@pytest.mark.parametrize(("slots", "siblings"), [(96, [4, 0, 4, 0, 4]), (24, [2, 2, 2, 2, 2])])
+@pytest.mark.parametrize(("slots", "siblings"), [(384, [4, 0, 4, 0, 4]), (96, [2, 2, 2, 2, 2])])
 async def test_siblings_share_a_worker_unless_that_overloads_it(slots: int, siblings: list[int]) -> None:
-    """With 96 slots a worker may have 6 trajectories more than another one, with 24 slots 1."""
+    """With 384 slots a worker may have 6 trajectories more than another one, with 96 slots 1."""
     async with WorkerBench(num_workers=2, max_concurrent_trajectories=slots, group_size=4) as workers:
         await asyncio.sleep(0.1)
         workers.bench.pool.hold_engine("engine-0")

@@ -18,8 +18,9 @@ _FULL_S: Final = 600.0
 """How long attempts avoid a node that had no space for a frame, if others have some. A shortage is waited out
 there for a tenth of that: otherwise attempts would go to and fro between nodes that are all full."""
 
-_SHARE_OF_SLACK: Final = 8
-"""A worker is given siblings until it has an eighth of its share more requests than the least loaded one."""
+_SHARE_OF_SLACK: Final = 32
+"""A worker is given siblings until it has this part of its share more requests than the least loaded one: an
+eighth costs a hundredth of the throughput, because the engines of the others have free slots meanwhile."""
 
 _NO_SHARE: Final = 0.01
 """In place of the share of a worker that has no engine yet: others are preferred, if there are any."""
