@@ -544,6 +544,12 @@ class EnginePool(EngineJudge):
             unobserved=any(load.unobserved for load in known),
         )
 
+    def has_sent(self, engine_id: str, since_s: float, *, besides: GrantHolder) -> bool:
+        """Return whether an engine has sent something since a time to others than one worker."""
+        loads = [self.own.load_of(engine_id)]
+        loads += [user.load_of(engine_id) for user in self._records[engine_id].users if user is not besides]
+        return any(load is not None and load.heard_s > since_s for load in loads)
+
     def loads(self, engine_ids: Iterable[str]) -> dict[str, EngineLoad]:
         """Return the loads of several engines, by id."""
         return {engine_id: self.load_of(engine_id) for engine_id in engine_ids}

@@ -719,6 +719,22 @@ async def test_what_a_worker_reports_of_an_engine_counts_as_a_call_of_the_driver
         assert driver.state is state
 
 
+@pytest.mark.parametrize("heard_s", [1.0, 9.0])
+async def test_an_engine_that_is_silent_for_one_worker_only_is_not_to_blame(heard_s: float) -> None:
+    """Its calls are lost, and are made again."""
+    async with driving() as driver:
+        other = PlayedWorker(driver.pools, name="rollout-worker-1")
+        await other.beat()
+        await driver.beat(use("engine-0"))
+        await other.beat(use("engine-0", quiet_s=heard_s))
+        silent = msgspec.structs.replace(driver.report("engine-0", "silent"), since_s=5.0)
+        await driver.beat(use("engine-0", quiet_s=5.0), reports=[silent])
+        assert driver.state is (EngineState.SERVING if heard_s < 5.0 else EngineState.QUARANTINED)
+        assert driver.revocations[-1].engines["engine-0"].failure
+        assert ("engine-0" in driver.grants.grants()) is (heard_s < 5.0)
+        other.grants.close()
+
+
 async def test_an_engine_that_refuses_what_others_accept_gets_strikes() -> None:
     async with driving() as driver:
         driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))

@@ -265,13 +265,15 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     restart_count: int
     epoch: int
     """Of the grant: a report of an earlier epoch says nothing about this one."""
-    kind: Literal["strike", "connection", "failure", "refusals"]
-    """connection: the call got no connection, or lost it, for which the worker itself may be to blame."""
+    kind: Literal["strike", "connection", "failure", "silent", "refusals"]
+    """connection: the call got no connection, or lost it, for which the worker itself may be to blame.
+    silent: none of its calls makes progress; those of others may.
+    """
     text: str
     wrong_weights: bool = False
     """Whether a strike or failure is a `VersionMismatch`."""
     since_s: float = 0.0
-    """refusals: for how long the engine has refused all requests."""
+    """silent, refusals: for how long."""
 
 
 class AttemptProgress(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

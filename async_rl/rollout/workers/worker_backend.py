@@ -372,6 +372,8 @@ class WorkerBackend(RolloutBackend):
         self._failing.add(name)
         others_work = any(worker.has_completed_attempt for worker in self.workers.values())
         if len(self._failing) == self._spec.config.num_workers and last is not None and not others_work:
+            if isinstance(last, SpoolFull):
+                raise last  # the disk of all workers fails
             raise EnvironmentNotReady(
                 f"{name} did not start, or failed before it had completed an attempt, {number} times in a "
                 f"row; the last time: {last}"

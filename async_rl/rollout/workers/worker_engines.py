@@ -23,7 +23,14 @@ from typing import Final, Literal
 from async_rl.engine_protocol import Engine, EngineAddress
 from async_rl.engines.granted_engines import GrantedEngines
 from async_rl.engines.lease import EngineJudge, EngineSlot, EngineState
-from async_rl.errors import CallLost, ConnectionLost, EngineError, EngineUnreachable, VersionMismatch
+from async_rl.errors import (
+    CallLost,
+    ConnectionLost,
+    EngineError,
+    EngineTimeout,
+    EngineUnreachable,
+    VersionMismatch,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
     AttemptProgress,
@@ -214,10 +221,14 @@ class WorkerEngines(EngineJudge):
 
     def quarantine_engine(self, engine_id: str, error: Exception, *, wrong_weights: bool = False) -> None:
         """Implements `EngineJudge.quarantine_engine`: the driver does that."""
-        kind: Literal["connection", "failure"] = (
-            "connection" if isinstance(error, EngineUnreachable) else "failure"
-        )
-        self._report(engine_id, kind, error, wrong_weights=wrong_weights)
+        if isinstance(error, EngineTimeout):
+            silent_s = self._clock() - self._model_of[engine_id].slots[engine_id].progress_s
+            self._report(engine_id, "silent", error, since_s=silent_s)
+        else:
+            unreached = isinstance(error, EngineUnreachable)
+            self._report(
+                engine_id, "connection" if unreached else "failure", error, wrong_weights=wrong_weights
+            )
         self._pause(engine_id)
 
     def doubts_refusals(self, engine_id: str) -> bool:
@@ -241,7 +252,7 @@ class WorkerEngines(EngineJudge):
     def _report(
         self,
         engine_id: str,
-        kind: Literal["strike", "connection", "failure", "refusals"],
+        kind: Literal["strike", "connection", "failure", "silent", "refusals"],
         error: Exception,
         *,
         wrong_weights: bool = False,

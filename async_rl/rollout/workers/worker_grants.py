@@ -23,7 +23,7 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.grant_holders import GrantHolder, Revocation
 from async_rl.engines.lease import EngineGrant, EngineLoad
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import EngineError, VersionMismatch
+from async_rl.errors import CallLost, EngineError, VersionMismatch
 from async_rl.rollout.workers.engine_checks import EngineChecks
 from async_rl.rollout.workers.messages import (
     EngineReport,
@@ -174,6 +174,11 @@ class WorkerGrants(GrantHolder):
                 self.checks.report_lost_connection(engine_id, text)
             case "failure":
                 pool.quarantine_engine(engine_id, error, wrong_weights=report.wrong_weights)
+            case "silent" if pool.has_sent(engine_id, self._clock() - report.since_s, besides=self):
+                self.drop_calls(engine_id, CallLost, f"engine {engine_id} goes on with calls of others only")
+                pool.share_anew()
+            case "silent":
+                pool.quarantine_engine(engine_id, error)
             case "refusals":
                 pool.record_doubted_refusals(engine_id, self._clock() - report.since_s, error)
 
