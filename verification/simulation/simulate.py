@@ -351,6 +351,7 @@ class Simulation:
                 engine
                 for engine in pool.engines(*states)
                 if engine in rollout_engines
+                and len(rollout_engines) > 1  # an engine alone is believed
                 and isinstance(engine, FaultyEngine)
                 and not (engine.refuses_requests or engine.has_refused_last)
                 and f"{engine.engine_id} answered 400" not in str(cause)
