@@ -9,8 +9,8 @@ weight updates are `in_place`. In one run answers get longer from row to row, at
 machine idle time.
 
 Costs are process CPU time with all threads. The driver's includes every process of the run that exists
-once; JSON has the part of Ray's own processes too. Both are reduced by what the processes take while no
-engine decodes (`driver_idle`, CPU seconds a second of the driver). A worker takes less time for a token
+once; JSON has the part of Ray's own processes too. Both are reduced by what the processes take while hardly
+any token arrives (`driver_idle`, CPU seconds a second of the driver). A worker takes less time for a token
 the more tokens arrive, because a read finds more of them: `--events-per-s` sets the pace. Over the lengths of
 one run lines are fitted to the CPU times of the driver and of a worker: a slope per token and an intercept
 per trajectory. `worker_tokens_per_s` counts tokens per CPU second of a worker, and of the driver where there
@@ -83,6 +83,9 @@ SHOWN: Final = (
 """Columns of the table; JSON has all."""
 
 _START_LIMIT_S: Final = 600.0
+_IDLE_STEP_S: Final = 1.0
+"""Seconds per token while the idle share is measured: calls without a token would be reported as long waits."""
+
 _SETTLE_S: Final = 2.0
 """Between a change of pace and the measurement."""
 
@@ -239,6 +242,7 @@ async def measure_run(o: Namespace, folder: Path, workers: int, interval: int) -
             with training(folder, config) as process:
                 driver = psutil.Process(process.pid)
                 await wait_for_streams(engines, process, streams)
+                await engines.set_pace(Pace(step_s=_IDLE_STEP_S))
                 await asyncio.sleep(_SETTLE_S)
                 before = cpu_times(driver)
                 await asyncio.sleep(min(o.seconds))
@@ -262,7 +266,11 @@ async def measure_run(o: Namespace, folder: Path, workers: int, interval: int) -
 
 
 async def measure_heartbeat(rounds: int = 2000) -> float:
-    """Return the CPU time of a heartbeat with its answer over a link, of both ends, in microseconds."""
+    """Return the CPU time that a heartbeat with its answer takes the driver, in microseconds.
+
+    Both ends of the link are here: the time ends when the answer is posted, and begins before the other end
+    writes to its socket, which takes as long as the driver's write.
+    """
     clock, metrics = asyncio.get_running_loop().time, Metrics()
     collector, pool = IncrementCollector(metrics), EnginePool(metrics, clock)
     async with listen("127.0.0.1") as listener, asyncio.TaskGroup() as tasks:
@@ -282,15 +290,16 @@ async def measure_heartbeat(rounds: int = 2000) -> float:
         metrics.event_loop_lag_seconds.observe(0.001)
         metrics.sampled_tokens_total.inc()
         increments = collector.collect_increments()
-        begin_s = time.thread_time()
+        spent_s = 0.0
         for number in range(rounds):
             theirs.post(Heartbeat(number=number, increments=increments))
+            begin_s = time.thread_time()
             heartbeat = await ours.receive()
             assert isinstance(heartbeat, Heartbeat)
             add_increments(heartbeat.increments, metrics)
             grants.renew(heartbeat)
+            spent_s += time.thread_time() - begin_s
             await theirs.receive()
-        spent_s = time.thread_time() - begin_s
         ours.close()
         theirs.close()
     return 1e6 * spent_s / rounds

@@ -237,36 +237,43 @@ class _Drop:
     for each chunk, would be most of what a chunk costs here.
     """
 
-    __slots__ = ("_cancellations", "_cancelled", "error", "waiter")
+    __slots__ = ("_cancellations", "_cancelled", "_is_waiting", "_task", "error")
 
     def __init__(self) -> None:
         self.error: EngineError | None = None
-        self.waiter: asyncio.Task[Any] | None = None
-        """The task that waits for the next event."""
+        self._task: asyncio.Task[Any] | None = None
+        self._is_waiting = False
         self._cancelled = False
         self._cancellations = 0
+
+    def begin(self) -> None:
+        """Let the current task wait for events."""
+        self._task = task = asyncio.current_task()
+        assert task is not None
+        self._cancellations = task.cancelling()
 
     def end(self, error: EngineError) -> None:
         """Raise an error where the next event is awaited; only the first counts."""
         if self.error is not None:
             return
         self.error = error
-        if self.waiter is not None:
+        if self._is_waiting and self._task is not None:
             self._cancelled = True
-            self.waiter.cancel()
+            self._task.cancel()
 
     def await_event(self) -> None:
-        """Let `end` cancel the current task until the next event arrives."""
+        """Let `end` cancel the task until the next event arrives."""
         if self.error is not None:
             raise self.error
-        self.waiter = task = asyncio.current_task()
-        assert task is not None
-        self._cancellations = task.cancelling()
+        self._is_waiting = True
+
+    def end_wait(self) -> None:
+        """Let `end` cancel nothing: the task does something else."""
+        self._is_waiting = False
 
     def cause_of_cancellation(self) -> EngineError | None:
         """Return the error if it alone caused the cancellation, which is then uncancelled."""
-        task = asyncio.current_task()
-        ours = self._cancelled and task is not None and task.uncancel() <= self._cancellations
+        ours = self._cancelled and self._task is not None and self._task.uncancel() <= self._cancellations
         return self.error if ours else None
 
 
@@ -368,9 +375,10 @@ class Lease:
         try:
             try:
                 async with wait, aclosing(stream):
+                    self._drop.begin()
                     self._drop.await_event()
                     async for event in stream:
-                        self._drop.waiter = None
+                        self._drop.end_wait()
                         if isinstance(event, Chunk):
                             self.record_chunk(len(event.token_ids))
                             wait.renew("chunk")
@@ -384,7 +392,7 @@ class Lease:
                         yield event
                         self._drop.await_event()
             finally:
-                self._drop.waiter = None
+                self._drop.end_wait()
         except asyncio.CancelledError:
             if (error := self._drop.cause_of_cancellation()) is not None:
                 raise error from None

