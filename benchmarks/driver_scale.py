@@ -84,7 +84,7 @@ SHOWN: Final = (
 
 _START_LIMIT_S: Final = 600.0
 _IDLE_STEP_S: Final = 1.0
-"""Seconds per token while the idle share is measured: calls without a token would be reported as long waits."""
+"""Seconds per token while the idle share is measured: calls without tokens would be reported as long waits"""
 
 _SETTLE_S: Final = 2.0
 """Between a change of pace and the measurement."""

@@ -8,10 +8,11 @@ import psutil
 import pytest
 
 from async_rl import placement
+from async_rl.rollout.workers.worker import GRANT_S
 from tests.simulation.test_loop import assert_conserved, make_config
-from tests.support.fateful_loop import FATE
+from tests.support.fateful_loop import BLOCK_S, FATE
 from tests.support.mortal_rank import PLAN
-from tests.support.quick_server import QuickServer
+from tests.support.quick_server import CALLS, QuickServer, longest_idle_s
 from tests.support.ray_runs import assert_ledger_holds, make_run_folder
 
 pytestmark = [pytest.mark.real, pytest.mark.ray, pytest.mark.timeout(900)]
@@ -65,3 +66,37 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
             "SELECT state FROM trajectories WHERE trajectory_id = ?", (died,)
         ).fetchall() in ([("trained",)], [])  # folded into a count once a checkpoint has it
     database.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stall_s", [60, 6], ids=["lives", "is replaced"])
+async def test_code_that_blocks_a_worker_idles_engines_no_longer_than_its_grants(
+    calculator, tmp_path, monkeypatch, caplog, stall_s
+):
+    plan = tmp_path / "deaths.json"
+    plan.write_text("[]")
+    for name, value in ((PLAN, plan), (FATE, tmp_path), (CALLS, tmp_path)):
+        monkeypatch.setenv(name, str(value))
+    config = make_config(
+        calculator,
+        tmp_path,
+        "engine={kind: sglang, num_engines: 2, device: cpu}",
+        "routing.replay=off",
+        "rollout.num_workers=2",
+        f"rollout.worker_stall_s={stall_s}",
+        "rollout.max_staleness=60",
+        "rollout.agent_loop=tests.support.fateful_loop:BlockingLoop",
+        "rollout.max_attempts=1",
+        "trainer.worker=tests.support.mortal_rank:MortalRank",
+        "run.max_steps=60",
+    )
+    run_dir = make_run_folder(config)
+    caplog.set_level("INFO", "async_rl")
+    summary = await placement.run(config, run_dir, asyncio.Event(), None, QuickServer)
+    assert_conserved(summary)
+    assert summary.trajectories.dropped == {}  # one loss of its worker ends no attempt
+    was_replaced = "it is restarted, and its attempts go on in other workers" in caplog.text
+    assert was_replaced is (stall_s < BLOCK_S)
+    # An update that begins meanwhile waits until the grants of the worker have expired, and no longer.
+    assert longest_idle_s(tmp_path) < GRANT_S + 4 < BLOCK_S
+    assert "quarantined" not in caplog.text

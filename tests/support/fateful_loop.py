@@ -1,8 +1,9 @@
-"""An agent loop that ends its process in the middle of a turn, once in all processes of a test."""
+"""Agent loops that end or block their process in the middle of a turn, once in all processes of a test."""
 
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from async_rl.types import Task
 
 FATE = "ASYNC_RL_TEST_FATE"
 """Environment variable: a folder in which the deaths and the processes of loops are written down."""
+
+BLOCK_S = 16.0
+"""How long `BlockingLoop` blocks: longer than grants are valid."""
 
 
 class FatefulLoop:
@@ -33,6 +37,19 @@ class FatefulLoop:
         session.start(task.messages)
         await session.generate(on_text=die)
         session.annotate(process=os.getpid())
+
+
+class BlockingLoop:
+    """One turn; after the hundredth one a loop blocks the event loop of its process."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        folder = Path(os.environ[FATE])
+        session.start(task.messages)
+        await session.generate()
+        (folder / f"answer-{session.trajectory_id}").touch()
+        if len(list(folder.glob("answer-*"))) >= 100 and not (folder / "blocked").exists():
+            (folder / "blocked").touch()
+            time.sleep(BLOCK_S)  # noqa: ASYNC251 - it shall block the event loop
 
 
 def rewarded(task: Task, completion: Any) -> float:
