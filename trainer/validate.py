@@ -14,7 +14,6 @@ from async_rl.config import Config, LayoutConfig
 from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError, EnvironmentNotReady
 from async_rl.runtime.devices import detect_device, finds_transformer_engine
-from trainer import alternatives
 from trainer.losses.trial import describe_penalty, try_loss
 from trainer.memory.dimensions import Dimensions, dimensions_of
 from trainer.passthrough import check_megatron_settings
@@ -92,13 +91,13 @@ def megatron_version() -> str:
 
 def describe(config: Config) -> list[str]:
     """Return what `async-rl check` says of a config that `check` has let pass, a line each."""
-    found = [*describe_penalty(config)]
+    found = list(describe_penalty(config))
     if _trains_on_gpu_here(config) and config.model.dtype == "bfloat16" and not finds_transformer_engine():
         found.append(
             "trainer: TransformerEngine is not installed, so layers are Megatron-Core's own, which take more "
             "time and keep more for the backward pass than `check --memory` counts: run `make setup-gpu`"
         )
-    return [*found, *alternatives.describe(config)]
+    return found
 
 
 def _trains_on_gpu_here(config: Config) -> bool:

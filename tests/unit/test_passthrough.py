@@ -1,4 +1,4 @@
-"""`trainer.megatron`: what is refused and why, and what `async-rl check` says about defaults."""
+"""`trainer.megatron`: what is refused and why, and what rows of fp8 need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError
 from tests.support.run_config import write_run
 from trainer import passthrough
-from trainer.alternatives import describe
 from trainer.passthrough import ALLOWED, check_megatron_settings, megatron_fields, row_multiple
 
 EXPERTS = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
@@ -144,22 +143,3 @@ def test_rows_are_a_multiple_of_what_products_in_fp8_need() -> None:
     assert row_multiple({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, 2) == 16
     assert row_multiple({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 2) == 32
     assert [row_multiple({"fp8": "e4m3", "fp8_recipe": "blockwise"}, tp) for tp in (1, 2)] == [16, 128]
-
-
-def test_check_lists_what_is_left_at_its_default_and_what_another_value_gives(tmp_path: Path) -> None:
-    layout = {"layout": {"ep": 2}, "num_ranks": 4, "device": "cuda"}
-    config = config_with(tmp_path, {}, SHARED, **layout)
-    lines = describe(config)
-    assert any("true: 33% of the experts' work" in line for line in lines)
-    passed = {"moe_router_dtype": "fp32", "fp8": None, "moe_shared_expert_overlap": False}
-    passed |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
-    left = describe(changed(config, passed, overlap_grad_reduce=True))
-    assert [line.split()[0] for line in left[1:]] == ["moe_token_dispatcher_type"]
-
-
-def test_check_prints_the_table_where_it_applies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write_run(tmp_path)
-    assert main(["check", str(file), "model.dtype=bfloat16"]) == 0
-    assert "  moe_router_dtype  null  fp32: " in capsys.readouterr().out
-    assert main(["check", str(file), "model.dtype=float32"]) == 0
-    assert "left at its default" not in capsys.readouterr().out
