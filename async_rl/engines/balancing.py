@@ -8,7 +8,7 @@
 Load is counted in tokens: the most that the calls of an engine can hold there. Four rules, the first three
 against overload cascades seen in systems without them (verl#6533, #7435, #7613):
 
-- **Bounded loads.** No engine is given a call while its load is above `1 + slack` times the mean of the
+- **Bounded loads.** No engine is given a call while its load is above `1 + SLACK` times the mean of the
   serving engines. A sticky engine is kept below that bound even when another is less loaded: an engine that
   restarts empty attracts new trajectories, but not those whose prefix is cached elsewhere.
 - **Paced prefills.** An engine is full while `MAX_PREFILL_TOKENS` or more wait there for the first token of
@@ -18,7 +18,7 @@ against overload cascades seen in systems without them (verl#6533, #7435, #7613)
 - **Limited calls.** An engine that has refused calls gets a limit of calls (`back_pressure`), which also
   holds for a cached prefix. It takes less than its share, so the mean and the bound leave it out.
 
-So after each choice `load <= (1 + slack) * mean before + tokens of the call`. A call that finds no engine
+So after each choice `load <= (1 + SLACK) * mean before + tokens of the call`. A call that finds no engine
 within the bound waits for the engines below the mean, whose prefills end or fail: the wait ends.
 
 Source of bounded loads: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads",
@@ -35,7 +35,7 @@ MAX_PREFILL_TOKENS: int | None = 32768
 """Tokens waiting for a first token that make an engine full: it prefills them in about a second. Calls that
 wait go to the first engine that is ready. None: all are sent at once."""
 
-DEFAULT_SLACK: Final = 0.25
+SLACK: Final = 0.25
 """How far above the mean load a sticky engine is kept: a quarter costs little batch efficiency and, at 64
 calls an engine, is about two standard deviations of random arrivals."""
 
@@ -83,15 +83,13 @@ class Balancer:
         ('b', 'b')
     """
 
-    def __init__(self, *, max_prefill_tokens: int | None = None, slack: float = DEFAULT_SLACK) -> None:
+    def __init__(self, *, max_prefill_tokens: int | None = None) -> None:
         """Start without engines.
 
         Args:
             max_prefill_tokens: Tokens waiting for a first token that make an engine full; None for no limit.
-            slack: How far above the mean load an engine may be and still be given calls.
         """
         self._max_prefill_tokens = max_prefill_tokens
-        self._slack = slack
         self._entries: dict[str, _EngineEntry] = {}
         self._num_added = 0
         self._num_counted = 0
@@ -185,18 +183,10 @@ class Balancer:
         """Return the tokens that wait on an engine for their call's first token."""
         return self._entries[name].prefill_tokens
 
-    @property
-    def imbalance(self) -> float:
-        """Highest load of a serving engine over the mean; 1 when all are idle. Takes O(engines)."""
-        if not self._counted_tokens:
-            return 1.0
-        highest = max(entry.load_tokens for entry in self._entries.values() if entry.counts)
-        return highest * self._num_counted / self._counted_tokens
-
     # -- inside -------------------------------------------------------------------------------------------
 
     def _load_bound(self) -> float:
-        return (1.0 + self._slack) * self._counted_tokens / max(1, self._num_counted)
+        return (1.0 + SLACK) * self._counted_tokens / max(1, self._num_counted)
 
     def _has_capacity(self, entry: _EngineEntry) -> bool:
         if entry.num_calls >= entry.max_calls:

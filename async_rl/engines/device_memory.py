@@ -38,8 +38,10 @@ Checksums = tuple[dict[str, str], ...]
 class _EngineMemory:
     """An engine in a known memory state; allows one request."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, kept: Checksums | None = None) -> None:
+        """Describe an engine; `kept` are the sums of the weights that its server keeps in host memory."""
         self.engine = engine
+        self._kept = kept
         self._used = False
 
     def _use(self) -> Engine:
@@ -75,10 +77,6 @@ class StoppedEngine(_EngineMemory):
 class EmptyEngine(_EngineMemory):
     """An engine that holds no memory."""
 
-    def __init__(self, engine: Engine, kept: Checksums | None = None) -> None:
-        super().__init__(engine)
-        self._kept = kept
-
     async def resume_weights(self) -> LoadableEngine:
         """Take the memory of its weights; their content is undefined unless the server keeps it.
 
@@ -97,10 +95,6 @@ class EmptyEngine(_EngineMemory):
 
 class LoadableEngine(_EngineMemory):
     """An engine that has memory for weights and none for a cache: weights can be loaded, calls cannot run."""
-
-    def __init__(self, engine: Engine, kept: Checksums | None = None) -> None:
-        super().__init__(engine)
-        self._kept = kept
 
     async def resume_rest(self) -> None:
         """Take the rest of its memory, so that it can serve with the weights it has loaded."""

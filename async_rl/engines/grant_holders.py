@@ -1,7 +1,7 @@
 """The processes that may call engines of a pool, and the wait until all send an engine nothing more.
 
-An update revokes the grants of thousands of engines in one turn. A worker gets one message for all of its
-engines, and a confirmation costs each engine that waits for it a subtraction.
+An update revokes the grants of thousands of engines in one turn: a worker gets one message for all of its
+engines.
 """
 
 from __future__ import annotations
@@ -24,49 +24,22 @@ class Revocation:
         """Expect that a process confirms."""
         self.holder = holder
         """The process."""
-        self.is_confirmed = False
-        """Whether it has acknowledged that it begins no more calls, or its grants have expired."""
-        self._latches: list[_Latch] = []
-
-    def confirm(self) -> None:
-        """Let all waits go on that have no other reason."""
-        self.is_confirmed = True
-        for latch in self._latches:
-            latch.count_down()
-        self._latches.clear()
-
-    def add_latch(self, latch: _Latch) -> None:
-        """Count the latch down once confirmed."""
-        self._latches.append(latch)
-
-
-class _Latch:
-    """Opens after `count` count-downs."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def count_down(self) -> None:
-        self._count -= 1
-        if not self._count and not self.opened.done():  # cancelled at this moment
-            self.opened.set_result(None)
+        self.confirmed = asyncio.Event()
+        """Set when it has acknowledged that it begins no more calls, or its grants have expired."""
 
 
 async def wait_for_confirmations(revocations: Collection[Revocation], engine_id: str) -> None:
     """Wait until all of an engine's revocations are confirmed."""
-    pending = [each for each in revocations if not each.is_confirmed]
+    pending = [each for each in revocations if not each.confirmed.is_set()]
     if not pending:
         return
-    latch = _Latch(len(pending))
-    for each in pending:
-        each.add_latch(latch)
     with waiting("grants", engine_id, why=partial(_list_silent, pending)):
-        await latch.opened
+        for each in pending:
+            await each.confirmed.wait()
 
 
 def _list_silent(revocations: Collection[Revocation]) -> str:
-    return ", ".join(each.holder for each in revocations if not each.is_confirmed)
+    return ", ".join(each.holder for each in revocations if not each.confirmed.is_set())
 
 
 class GrantHolder(Protocol):

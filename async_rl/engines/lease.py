@@ -278,7 +278,7 @@ class _Drop:
 
 
 class Lease:
-    """The right to make one call on one engine; returned when the block of `EngineCalls.lease` ends."""
+    """The right to make one call on one engine; returned when the block of `LeaseDispatcher.lease` ends."""
 
     def __init__(
         self,

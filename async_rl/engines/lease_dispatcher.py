@@ -1,9 +1,13 @@
 """Gives calls to engines: which engine serves a call, and in which order calls wait for one.
 
 ```
+ Transcript ──lease(key, tokens)──► LeaseDispatcher ──► Lease ──generate(request)──► tokens, a finish
+
  lease(trajectory) ─► an engine below its load bound? ──yes──► Lease
                         └ no ─► waiting line, smallest key first ─► admitted when an engine has capacity
 ```
+
+A session never learns how engines are updated, repaired or lent, only that a lease has ended early.
 
 Calls are given only to engines that serve a verified weight version; `balancing` chooses between them. Each
 trajectory has a sticky engine, the one of its last call, because its prefix is cached there.
@@ -53,7 +57,7 @@ _NAMED_STATES: Final = 8
 
 
 class LeaseDispatcher:
-    """Implements `EngineCalls`: dispatches the calls of all trajectories to the engines of a pool."""
+    """Dispatches the calls of all trajectories of a process to the engines that it may call."""
 
     def __init__(
         self,
@@ -85,7 +89,7 @@ class LeaseDispatcher:
         self._waited_seconds = metrics.stage_wait_seconds.labels("engine")
         self._clock = clock
         self.newest_version = -1
-        """Implements `EngineCalls.newest_version`; set by the pool."""
+        """The newest version that a call can have sampled under: engines serve it, or an update has begun."""
         self.valid_until_s = math.inf
         """Until when this process may call engines; the driver always may."""
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()

@@ -37,6 +37,7 @@ from async_rl.engines.granted_engines import GrantedEngines
 from async_rl.engines.lease import EngineGrant, EngineJudge, EngineLoad, EngineState
 from async_rl.errors import CallLost, EngineError, InvariantError, VersionMismatch
 from async_rl.observability.metrics import Metrics
+from async_rl.runtime.stopwatch import Stopwatch
 from async_rl.runtime.waits import progressed, waiting
 
 __all__ = ["EngineLoad", "EnginePool", "EngineState"]
@@ -67,32 +68,10 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """How often it has begun to serve: each interruption ends an epoch."""
 
 
-class _IdleClock:
-    """How long an engine has had no call."""
-
-    def __init__(self, now: float) -> None:
-        self._since_s: float | None = now
-        self._idle_s = 0.0
-
-    def set_busy(self, busy: bool, now: float) -> None:
-        """Note whether it has calls."""
-        if busy is (self._since_s is not None):
-            self._idle_s = self.idle_s(now)
-            self._since_s = None if busy else now
-
-    def idle_s(self, now: float) -> float:
-        """Return how long it has had no call."""
-        return self._idle_s + (0.0 if self._since_s is None else now - self._since_s)
-
-    def restart(self, now: float) -> None:
-        """Begin at zero."""
-        self._idle_s, self._since_s = 0.0, None if self._since_s is None else now
-
-
 class EngineRecord:
     """The pool's record of one engine."""
 
-    def __init__(self, engine: Engine, now: float, *, newcomer: bool) -> None:
+    def __init__(self, engine: Engine, clock: Callable[[], float], *, newcomer: bool) -> None:
         self.engine = engine
         self.state = EngineState.JOINING
         self.weight_version = -1
@@ -109,8 +88,10 @@ class EngineRecord:
         """Requests that are not calls: they expire when the engine is quarantined."""
         self.users: dict[GrantHolder, None] = {}
         """The rollout workers that may call it, or still have calls of it."""
-        self.idle = _IdleClock(now)
-        self.progress_s = now
+        self.idle = Stopwatch(clock)
+        """Runs while it has no call."""
+        self.idle.set_running(True)
+        self.progress_s = clock()
         """When it was known to be alive, apart from its calls."""
 
     @property
@@ -201,7 +182,7 @@ class EnginePool(EngineJudge):
             engine: The engine.
             newcomer: Whether it joins a running job, so that `repair` must load the current weights into it.
         """
-        record = EngineRecord(engine, self._clock(), newcomer=newcomer)
+        record = EngineRecord(engine, self._clock, newcomer=newcomer)
         self._records[engine.engine_id] = record
         self.own.expect(engine.engine_id)
         # Evaluated at the scrape: a gauge that follows each call would cost as much as placing the call.
@@ -515,7 +496,7 @@ class EnginePool(EngineJudge):
             return
         for user in [user for user in record.users if user.load_of(engine_id) is None]:
             del record.users[user]
-        record.idle.set_busy(self.load_of(engine_id).calls > 0, self._clock())
+        record.idle.set_running(not self.load_of(engine_id).calls)
         if record.state is EngineState.DRAINING:
             self.notify()
 
@@ -563,15 +544,14 @@ class EnginePool(EngineJudge):
     @property
     def idle_share(self) -> float:
         """Share of the engines' time without any call, since the pool was created or the clock restarted."""
-        now = self._clock()
-        elapsed = (now - self._counted_from_s) * max(1, len(self._records))
-        return sum(record.idle.idle_s(now) for record in self._records.values()) / elapsed if elapsed else 0.0
+        elapsed = (self._clock() - self._counted_from_s) * max(1, len(self._records))
+        return sum(record.idle.seconds for record in self._records.values()) / elapsed if elapsed else 0.0
 
     def restart_idle_clock(self) -> None:
         """Count idle time from now on: the time that engines take to start is not idle time."""
         self._counted_from_s = self._clock()
         for record in self._records.values():
-            record.idle.restart(self._counted_from_s)
+            record.idle.restart()
 
     def has_engine(self, state: EngineState) -> bool:
         """Return whether an engine is in this state."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayError, RayTaskError
@@ -31,12 +31,8 @@ WEIGHTS: Final = "weights"
 """The concurrency group of a rank's actor that sends weights, in a thread of its own."""
 
 
-class CallFrameReader(Protocol):
-    """Implemented by `FrameReaders.call`."""
-
-    async def __call__(self, node: str, method: str, *arguments: Any) -> Any:
-        """Call the reader of frames on a node."""
-        ...
+CallFrameReader = Callable[..., Coroutine[Any, Any, Any]]
+"""Calls the reader of frames on a node, as `FrameReaders.call`."""
 
 
 class _Delivery(NamedTuple):

@@ -29,6 +29,7 @@ from async_rl.errors import (
     SpoolFull,
     WorkerLost,
 )
+from async_rl.rollout.groups import UnscoredTrajectory
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.rollout_session import RolloutSession
@@ -128,21 +129,12 @@ class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
         return self.session.reward_source.trajectory_id
 
 
-class UnscoredCompletion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What the group's reward function will receive for a trajectory."""
-
-    trajectory_id: str
-    reward_source: str
-    """The trajectory that the completion is of."""
-    completion: StoredCompletion
-
-
 class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What an attempt that succeeded has made."""
 
     trajectories: tuple[StoredTrajectory, ...]
     """The sibling and its branches that sampled something."""
-    unscored: tuple[UnscoredCompletion, ...] = ()
+    unscored: tuple[UnscoredTrajectory, ...] = ()
     """Those whose reward comes later, from one call for the whole group."""
 
     def is_of(self, attempt: Attempt) -> bool:

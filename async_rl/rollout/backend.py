@@ -13,11 +13,11 @@ from async_rl.rollout.attempt import (
     AttemptEnd,
     AttemptEntries,
     AttemptResult,
-    UnscoredCompletion,
     finish_trajectories,
     run_agent_loop,
     score_sources,
 )
+from async_rl.rollout.groups import UnscoredTrajectory
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.model_answers import ModelAnswers
 from async_rl.rollout.rewards.reward_calls import Rewards
@@ -173,8 +173,9 @@ class LocalBackend(RolloutBackend):
             return AttemptEnd(
                 trajectories=stored,
                 unscored=tuple(
-                    UnscoredCompletion(
+                    UnscoredTrajectory(
                         trajectory_id=each.session.trajectory_id,
+                        attempt=attempt.number,
                         reward_source=each.reward_source,
                         completion=kept[each.reward_source],
                     )

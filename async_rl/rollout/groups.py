@@ -16,8 +16,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Final, Literal
 
@@ -26,6 +26,7 @@ import msgspec
 from async_rl.config import LossConfig, RolloutConfig
 from async_rl.errors import AsyncRLError
 from async_rl.observability.records import MANY_WITHOUT_SIGNAL, no_signal
+from async_rl.runtime.stopwatch import Stopwatch
 from async_rl.staleness import StalenessPolicy
 from async_rl.store.progress import TrajectoryProgress
 from async_rl.types import StoredCompletion, StoredTrajectory, TakenBatch, Task, root_of
@@ -193,33 +194,12 @@ class UntrainedGroups:
 class UnscoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """What is needed to score a finished trajectory once its siblings have finished too."""
 
-    completion: StoredCompletion
+    trajectory_id: str
     attempt: int
+    completion: StoredCompletion
+    """What the group's reward function will receive for it."""
     reward_source: str
     """The trajectory that the completion is of."""
-
-
-class _Stopwatch:
-    """Adds up the time in its blocks."""
-
-    def __init__(self, clock: Callable[[], float], seconds: float) -> None:
-        self._clock = clock
-        self._seconds = seconds
-        self._since_s: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        """The time so far, that of the present block included."""
-        return self._seconds + (0.0 if self._since_s is None else self._clock() - self._since_s)
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count the time in the block."""
-        self._since_s = self._clock()
-        try:
-            yield
-        finally:
-            self._seconds, self._since_s = self.seconds, None
 
 
 class GroupInFlight:
@@ -252,7 +232,7 @@ class GroupInFlight:
         self.position = position
         self.trajectory_ids = tuple(trajectory_ids)
         self._staleness_policy = staleness_policy
-        self._straggling = _Stopwatch(clock, straggled_s)
+        self._straggling = Stopwatch(clock, straggled_s)
         self._progress: dict[str, Mapping[str, TrajectoryProgress]] = {}  # of siblings, with their branches
         self.finished: dict[str, StoredTrajectory] = {}
         """Finished trajectories: siblings and their branches."""

@@ -20,7 +20,7 @@ from typing import Final
 from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull
 from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, LostWorkers, attempt_boundary
 from async_rl.rollout.backend import RolloutBackend
-from async_rl.rollout.groups import GroupInFlight, UnscoredTrajectory
+from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.waits import progressed
@@ -135,10 +135,7 @@ class TrajectoryRunner:
             finally:
                 del self.running[trajectory_id]
             # A group is scored when all siblings have finished; until then the journal has them.
-            for each in end.unscored:
-                work.unscored[each.trajectory_id] = UnscoredTrajectory(
-                    completion=each.completion, attempt=number, reward_source=each.reward_source
-                )
+            work.unscored |= {each.trajectory_id: each for each in end.unscored}
             return end.trajectories
 
     def _new_attempt(

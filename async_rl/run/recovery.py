@@ -256,9 +256,9 @@ class RecoveredState:
             ledger,
             self.spool,
             backlog,
+            metrics,
             retry_task=retries.retry_task,
             observer=self.archive,
-            metrics=metrics,
             clock=clock,
         )
         self.queue = TrajectoryQueue(

@@ -94,11 +94,10 @@ class OutstandingGroups:
         ledger: Ledger,
         spool: Spool,
         backlog: Backlog,
+        metrics: Metrics,
         *,
         retry_task: Callable[[int, str], bool] = lambda position, reason: False,
         observer: Observer | None = None,
-        metrics: Metrics | None = None,
-        lengths: LengthDrift | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start without groups. Call `restore_groups` before anything else.
@@ -107,17 +106,17 @@ class OutstandingGroups:
             ledger: Records all states; rolled back to the step that the trainer continues from.
             spool: Holds the frames of trajectories that have ended.
             backlog: Holds the deadlines and the versions that they depend on.
+            metrics: Counts trajectories and waits.
             retry_task: Called with the position of a task whose group was dropped by no fault of its own, and
                 the reason; returns whether the task will be dispatched again.
             observer: Receives what becomes of trajectories.
-            metrics: Counts trajectories and waits.
-            lengths: Compares the lengths of trained and of all ended trajectories; None makes one.
             clock: Returns monotonic seconds.
         """
         self.ledger = ledger
         self.spool = spool
         self.backlog = backlog
-        self.lengths = lengths or LengthDrift()
+        self.lengths = LengthDrift()
+        """Compares the lengths of trained and of all ended trajectories."""
         self.metrics = metrics
         self.changes = ChangeSignal()
         """Notified when a group is queued, dropped or restored."""
@@ -132,8 +131,7 @@ class OutstandingGroups:
         self._writing: set[str] = set()
         self._ready: dict[str, float] = {}  # when they became ready
         self._unscored: dict[str, tuple[StoredTrajectory, StoredCompletion]] = {}
-        if metrics is not None:
-            _count_from_ledger(metrics, ledger)
+        _count_from_ledger(metrics, ledger)
 
     # -- restart ------------------------------------------------------------------------------------------
 
@@ -246,7 +244,7 @@ class OutstandingGroups:
         self.backlog.add_group(group_id, max(version, self.backlog.served_version))
         if work is not None:
             self._work[group_id] = work
-        self._count_dispatched(len(trajectory_ids))
+        self.metrics.trajectories_dispatched_total.inc(len(trajectory_ids))
 
     def resume_group(self, group_id: str, work: GroupWork) -> None:
         """Continue a restored group with the work that samples it."""
@@ -288,7 +286,7 @@ class OutstandingGroups:
             self._settle_dropped(gone, "restart")
         if new := [branch_id for branch_id in branch_ids if branch_id not in known]:
             self.ledger.record_branches(root_id, new)
-            self._count_dispatched(len(new))
+            self.metrics.trajectories_dispatched_total.inc(len(new))
 
     def discard_unscored(self) -> None:
         """Discard all trajectories that are not recorded, when nothing will score them any more."""
@@ -382,8 +380,7 @@ class OutstandingGroups:
         """
         group = self.ledger.group(group_id)
         log.warning("group %s lost %d trajectories with their node", group_id, len(root_ids))
-        if self.metrics is not None:
-            self.metrics.attempts_restarted_total.inc(len(root_ids))
+        self.metrics.attempts_restarted_total.inc(len(root_ids))
         gone = {name for name in group.stored if root_of(name) in root_ids}
         discarded = [group.stored[name] for name in gone]
         self.spool.reopen_group(group.stored.values())
@@ -422,8 +419,8 @@ class OutstandingGroups:
         """Record that a step has trained a batch; the next flush writes it, then deletes its frames."""
         self.ledger.record_trained(batch.group_ids, step, batch.batch_id)
         self._observer.trained(batch.trajectory_ids, step)
-        if self.metrics is not None:  # at once: a scrape sees the ledger's other counts meanwhile
-            self.metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
+        # At once: a scrape sees the ledger's other counts meanwhile.
+        self.metrics.trajectories_trained_total.inc(len(batch.trajectory_ids))
         self.spool.discard(batch.trajectories)
         for length in batch.sampled_lengths:
             self.lengths.add_trained(length)
@@ -525,12 +522,7 @@ class OutstandingGroups:
 
     def observe_wait(self, stage: str, begin: float) -> None:
         """Observe the time since `begin` as spent waiting in a stage."""
-        if self.metrics is not None:
-            self.metrics.stage_wait_seconds.labels(stage=stage).observe(self.clock() - begin)
-
-    def _count_dispatched(self, number: int) -> None:
-        if self.metrics is not None:
-            self.metrics.trajectories_dispatched_total.inc(number)
+        self.metrics.stage_wait_seconds.labels(stage=stage).observe(self.clock() - begin)
 
     def _count_unfinished(self, group_id: str, trajectory_ids: Iterable[str]) -> None:
         """Count the lengths that dropped trajectories in flight have reached."""
@@ -555,8 +547,7 @@ class OutstandingGroups:
         for name in trajectory_ids:
             self.spool.discard(self._unscored.pop(name, ()))
         self.spool.discard(stored[name] for name in trajectory_ids if name in stored)
-        if self.metrics is not None:
-            self.metrics.trajectories_dropped_total.labels(reason=reason).inc(len(trajectory_ids))
+        self.metrics.trajectories_dropped_total.labels(reason=reason).inc(len(trajectory_ids))
 
     def _remove_restored(self, group_id: str) -> None:
         self.restored = [group for group in self.restored if group.group_id != group_id]

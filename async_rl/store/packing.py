@@ -1,7 +1,7 @@
 """From finished groups to a batch: checks ages, and leaves out what is too old.
 
-It is the final check of the staleness bound: the trainer reads the batches that `Packer` makes. Everything is
-decided by the summaries of the trajectories. The ranks that read the frames verify them.
+It is the final check of the staleness bound: the trainer reads the batches that `pack_groups` makes.
+Everything is decided by the summaries of the trajectories. The ranks that read the frames verify them.
 """
 
 from __future__ import annotations
@@ -48,80 +48,74 @@ def age_counts_from(
     return min((version for version in versions if version is not None), default=None)
 
 
-class Packer:
-    """Makes batches of stored groups. It has no state: any thread may pack."""
+def pack_groups(
+    version: int,
+    stored: Mapping[str, Sequence[StoredTrajectory]],
+    backlog: Backlog,
+    min_group_size: int,
+    facts: EngineFacts | None,
+) -> Packed:
+    """Make a batch of groups, to be consumed at `version`. From any thread.
 
-    def __init__(self, backlog: Backlog, min_group_size: int, facts: EngineFacts | None) -> None:
-        """Set the rules.
+    Args:
+        version: The trainer's version.
+        stored: The trajectories of each group, in the order of the batch.
+        backlog: Its bound and policy say whether older tokens are masked; otherwise there are none.
+        min_group_size: A group with fewer trajectories left is not trained.
+        facts: The model's facts when routing is replayed, else None.
 
-        Args:
-            backlog: Its bound and policy say whether older tokens are masked; otherwise there are none.
-            min_group_size: A group with fewer trajectories left is not trained.
-            facts: The model's facts when routing is replayed, else None.
-        """
-        self._max_staleness = backlog.max_staleness
-        self._staleness_policy = backlog.staleness_policy
-        self._min_group_size = min_group_size
-        self._facts = facts
+    Raises:
+        InvariantError: When a trained token would exceed the bound.
+    """
+    oldest = version - backlog.max_staleness if backlog.staleness_policy == "mask_tokens" else None
+    unusable, flaw = {}, ""
+    trajectories: list[StoredTrajectory] = []
+    group_index: list[int] = []
+    too_stale: list[str] = []
+    for index, (group_id, group) in enumerate(stored.items()):
+        try:
+            for trajectory in group:
+                _check_versions(trajectory, version)
+                _check_values(trajectory)
+        except DataError as error:
+            log.warning("group %s cannot be trained on: %s", group_id, error)
+            unusable[group_id], flaw = "corrupt", str(error)
+            continue
+        usable = tuple(group)
+        if oldest is not None:
+            usable = tuple(t for t in group if not _is_all_older(t, oldest))
+        if len(usable) < len(group):
+            if _num_attempts(usable) < min(min_group_size, _num_attempts(group)):
+                unusable[group_id] = "too_stale"
+            kept = {t.trajectory_id for t in usable}
+            too_stale += [t.trajectory_id for t in group if t.trajectory_id not in kept]
+        trajectories += usable
+        group_index += [index] * len(usable)
+    if unusable:
+        return Packed(unusable=unusable, flaw=flaw)
+    batch = TakenBatch(
+        batch_id=f"batch-{version:08d}",
+        trainer_version=version,
+        group_ids=tuple(stored),
+        group_index=tuple(group_index),
+        trajectories=tuple(trajectories),
+        masked_below=oldest,
+        num_experts=0 if facts is None else facts.num_experts,
+        moe_layers=() if facts is None else facts.moe_layers,
+        top_k=0 if facts is None else facts.top_k,
+    )
+    _check_ages(batch, backlog.max_staleness)
+    return Packed(batch=batch, too_stale=tuple(too_stale))
 
-    def pack_groups(self, version: int, stored: Mapping[str, Sequence[StoredTrajectory]]) -> Packed:
-        """Make a batch of groups, to be consumed at `version`.
 
-        Args:
-            version: The trainer's version.
-            stored: The trajectories of each group, in the order of the batch.
-
-        Raises:
-            InvariantError: When a trained token would exceed the bound.
-        """
-        oldest = version - self._max_staleness if self._staleness_policy == "mask_tokens" else None
-        unusable, flaw = {}, ""
-        trajectories: list[StoredTrajectory] = []
-        group_index: list[int] = []
-        too_stale: list[str] = []
-        for index, (group_id, group) in enumerate(stored.items()):
-            try:
-                for trajectory in group:
-                    _check_versions(trajectory, version)
-                    _check_values(trajectory)
-            except DataError as error:
-                log.warning("group %s cannot be trained on: %s", group_id, error)
-                unusable[group_id], flaw = "corrupt", str(error)
-                continue
-            usable = tuple(group)
-            if oldest is not None:
-                usable = tuple(t for t in group if not _is_all_older(t, oldest))
-            if len(usable) < len(group):
-                if _num_attempts(usable) < min(self._min_group_size, _num_attempts(group)):
-                    unusable[group_id] = "too_stale"
-                kept = {t.trajectory_id for t in usable}
-                too_stale += [t.trajectory_id for t in group if t.trajectory_id not in kept]
-            trajectories += usable
-            group_index += [index] * len(usable)
-        if unusable:
-            return Packed(unusable=unusable, flaw=flaw)
-        batch = TakenBatch(
-            batch_id=f"batch-{version:08d}",
-            trainer_version=version,
-            group_ids=tuple(stored),
-            group_index=tuple(group_index),
-            trajectories=tuple(trajectories),
-            masked_below=oldest,
-            num_experts=0 if self._facts is None else self._facts.num_experts,
-            moe_layers=() if self._facts is None else self._facts.moe_layers,
-            top_k=0 if self._facts is None else self._facts.top_k,
-        )
-        self._check_batch(batch)
-        return Packed(batch=batch, too_stale=tuple(too_stale))
-
-    def _check_batch(self, batch: TakenBatch) -> None:
-        for trajectory, age in zip(batch.trajectories, batch.staleness, strict=True):
-            if age > self._max_staleness:
-                raise InvariantError(
-                    f"trajectory {trajectory.trajectory_id}, sampled by version "
-                    f"{batch.trainer_version - age}, would be trained at {batch.trainer_version}: staleness "
-                    f"{age} exceeds rollout.max_staleness = {self._max_staleness}"
-                )
+def _check_ages(batch: TakenBatch, max_staleness: int) -> None:
+    for trajectory, age in zip(batch.trajectories, batch.staleness, strict=True):
+        if age > max_staleness:
+            raise InvariantError(
+                f"trajectory {trajectory.trajectory_id}, sampled by version "
+                f"{batch.trainer_version - age}, would be trained at {batch.trainer_version}: staleness "
+                f"{age} exceeds rollout.max_staleness = {max_staleness}"
+            )
 
 
 def _check_values(trajectory: StoredTrajectory) -> None:

@@ -96,9 +96,15 @@ class _WrittenFiles:
     """The files that one process writes into a folder."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.directory = directory
         self._numbers = count()
+        self._is_made = False
+
+    def make_folder(self) -> None:
+        """Create the folder when it is missing; the first file does it otherwise."""
+        if not self._is_made:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._is_made = True
 
     def write_frame(self, name: str, frame: Frame) -> str:
         """Write a file that appears when it is complete, and return its path.
@@ -111,6 +117,7 @@ class _WrittenFiles:
         path = f"{self.directory}/{name}-{next(self._numbers)}"
         part = f"{path}.part"
         try:
+            self.make_folder()
             file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             try:
                 _write_all(file, frame)
@@ -126,7 +133,31 @@ class _WrittenFiles:
         return path
 
 
-class SpoolFolder(FrameStore):
+class AnswerFolder(FrameStore):
+    """The folder of a process that writes completions and no frames: evaluations are never trained on."""
+
+    def __init__(self, directory: Path) -> None:
+        """Write into a folder that no other process writes into; the first completion creates it."""
+        self.directory = directory
+        """The folder of the frames, if there are any."""
+        self._completions = _WrittenFiles(directory)
+
+    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
+        """Return summaries."""
+        return tuple(StoredTrajectory.of(trajectory) for trajectory in tree)
+
+    def store_completion(self, trajectory_id: str, completion: Completion) -> StoredCompletion:
+        """Implements `FrameStore.store_completion`."""
+        frame = encode_completion(completion, trajectory_id)
+        path = self._completions.write_frame(f"{trajectory_id}-completion", frame)
+        return StoredCompletion(path=path, nbytes=frame.nbytes, checksum=frame.checksum)
+
+    def discard(self, stored: Iterable[StoredFile]) -> None:
+        """Delete files."""
+        delete_files(entry.path for entry in stored if entry.path)
+
+
+class SpoolFolder(AnswerFolder):
     """The folder into which one process writes frames and completions."""
 
     def __init__(self, directory: Path, node: str = "", *, frames: Path | None = None) -> None:
@@ -137,11 +168,11 @@ class SpoolFolder(FrameStore):
             node: The address of this node if its frames are seen on it only.
             frames: Another folder for the frames, so that `directory` has the completions only.
         """
-        self._frames = _WrittenFiles(directory if frames is None else frames)
-        self._completions = self._frames if frames is None else _WrittenFiles(directory)
+        super().__init__(directory)
+        self._frames = self._completions if frames is None else _WrittenFiles(frames)
+        self._frames.make_folder()
         self._node = node
         self.directory = self._frames.directory
-        """The folder of the frames."""
 
     def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
         """Implements `FrameStore.store_tree`."""
@@ -154,26 +185,12 @@ class SpoolFolder(FrameStore):
             raise
         return tuple(stored)
 
-    def store_completion(self, trajectory_id: str, completion: Completion) -> StoredCompletion:
-        """Implements `FrameStore.store_completion`."""
-        return _store_completion(self._completions, trajectory_id, completion)
-
-    def discard(self, stored: Iterable[StoredFile]) -> None:
-        """Delete files."""
-        delete_files(entry.path for entry in stored)
-
     def _store(self, trajectory: Trajectory) -> StoredTrajectory:
         frame = encode_trajectory(trajectory)
         path = self._frames.write_frame(trajectory.trajectory_id, frame)
         return StoredTrajectory.of(
             trajectory, path=path, nbytes=frame.nbytes, checksum=frame.checksum, node=self._node
         )
-
-
-def _store_completion(files: _WrittenFiles, trajectory_id: str, completion: Completion) -> StoredCompletion:
-    frame = encode_completion(completion, trajectory_id)
-    path = files.write_frame(f"{trajectory_id}-completion", frame)
-    return StoredCompletion(path=path, nbytes=frame.nbytes, checksum=frame.checksum)
 
 
 def folder_on_node(folder: Path, node: str) -> Path:
@@ -480,31 +497,6 @@ class Spool(FrameStore):
         if frame is not None and frame.is_used:
             self._used_bytes[frame.node] -= frame.nbytes
         return frame is not None
-
-
-class AnswerFolder(FrameStore):
-    """Stores completions but no frames, in the place of a `SpoolFolder`: evaluations are never trained on."""
-
-    def __init__(self, directory: Path) -> None:
-        """Write into a folder that no other process writes into; it is created when it is needed."""
-        self.directory = directory
-        self._lock = threading.Lock()
-        self._files: _WrittenFiles | None = None
-
-    def store_tree(self, tree: Sequence[Trajectory]) -> tuple[StoredTrajectory, ...]:
-        """Return summaries."""
-        return tuple(StoredTrajectory.of(trajectory) for trajectory in tree)
-
-    def store_completion(self, trajectory_id: str, completion: Completion) -> StoredCompletion:
-        """Implements `FrameStore.store_completion`."""
-        with self._lock:
-            if self._files is None:
-                self._files = _WrittenFiles(self.directory)
-        return _store_completion(self._files, trajectory_id, completion)
-
-    def discard(self, stored: Iterable[StoredFile]) -> None:
-        """Delete completions."""
-        delete_files(entry.path for entry in stored if entry.path)
 
 
 class AnswerSpool(AnswerFolder):

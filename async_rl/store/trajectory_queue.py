@@ -39,7 +39,7 @@ from async_rl.observability.diagnosis import QueueView
 from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.waits import waiting
 from async_rl.store.outstanding import OutstandingGroups
-from async_rl.store.packing import Packed, Packer
+from async_rl.store.packing import Packed, pack_groups
 from async_rl.types import Group, TakenBatch, root_of
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,9 @@ class TrajectoryQueue:
         self._stopped = self._data_ended = False
         self._tasks_left = True
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="trajectory-queue")
-        self._packer = Packer(groups.backlog, min_group_size, facts)
+        self._pack_groups = partial(
+            pack_groups, backlog=groups.backlog, min_group_size=min_group_size, facts=facts
+        )
         self._read_batch = read_batch
         self._num_incomplete = 0
         """Batches in a row with frames that nodes have lost."""
@@ -218,7 +220,7 @@ class TrajectoryQueue:
         try:
             with self.groups.claim(group_ids):
                 packed, cancelled = await run_uncancellable(
-                    self._threads, lambda: self._packer.pack_groups(version, stored)
+                    self._threads, partial(self._pack_groups, version, stored)
                 )
                 if packed.batch is not None and cancelled is None:
                     with waiting("frames", packed.batch.batch_id):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from async_rl.store.packing import Packer
+from async_rl.store import trajectory_queue
+from async_rl.store.packing import pack_groups
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from tests.support.small_run import small_run
 from verification.simulation import simulate
@@ -41,11 +42,10 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> SeedOutcome:
 def swap_in_batch(patch: pytest.MonkeyPatch) -> None:
     """Groups are packed, trained and settled in the opposite order."""
 
-    def pack(self: Packer, version: int, groups: Any) -> Any:
-        return original(self, version, dict(reversed(groups.items())))
+    def pack(version: int, groups: Any, **rules: Any) -> Any:
+        return pack_groups(version, dict(reversed(groups.items())), **rules)
 
-    original = Packer.pack_groups
-    patch.setattr(Packer, "pack_groups", pack)
+    patch.setattr(trajectory_queue, "pack_groups", pack)
 
 
 def drop_one(patch: pytest.MonkeyPatch) -> None:

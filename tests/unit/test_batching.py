@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from async_rl.placement.frame_readers import SharedFrames
 from async_rl.routing import fit, make_trace
 from async_rl.staleness import Backlog
 from async_rl.store.frames import read_trajectories, verify_frame
-from async_rl.store.packing import Packer
+from async_rl.store.packing import pack_groups
 from async_rl.types import Group, Trajectory, TurnRecord
 from tests.support.stored_batches import assemble_batch, store_trajectory, taken_batch
 from tests.support.trajectories import FACTS, make_group, make_trajectory
@@ -118,14 +119,14 @@ def test_a_batch_is_refused_when_routing_rows_are_of_another_model(change: dict[
 def test_a_group_is_dropped_when_there_is_nothing_to_train_on(
     tmp_path: Path, trajectory: Trajectory, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    packer = Packer(Backlog(2, 1, "wait"), min_group_size=1, facts=None)
-    packed = packer.pack_groups(0, {"group": [store_trajectory(tmp_path, trajectory)]})
+    pack = partial(pack_groups, backlog=Backlog(2, 1, "wait"), min_group_size=1, facts=None)
+    packed = pack(0, {"group": [store_trajectory(tmp_path, trajectory)]})
     assert (packed.batch, packed.unusable) == (None, {"group": "corrupt"})
     assert words in caplog.text
 
 
 def test_a_group_is_refused_when_the_trainer_has_not_reached_its_version(tmp_path: Path) -> None:
-    packer = Packer(Backlog(2, 1, "wait"), min_group_size=1, facts=None)
+    pack = partial(pack_groups, backlog=Backlog(2, 1, "wait"), min_group_size=1, facts=None)
     groups = {
         name: [
             store_trajectory(tmp_path, each)
@@ -133,7 +134,7 @@ def test_a_group_is_refused_when_the_trainer_has_not_reached_its_version(tmp_pat
         ]
         for name, version in (("fits", 2), ("ahead", 3))
     }
-    packed = packer.pack_groups(2, groups)
+    packed = pack(2, groups)
     assert packed.batch is None
     assert packed.unusable == {"ahead": "corrupt"}
     assert "version 3" in packed.flaw

@@ -189,7 +189,10 @@ def test_a_group_is_dropped_and_retried_when_one_call_cannot_score_it_any_more()
     group = group_of("a", "b")
     stored = {name: StoredTrajectory.of(make_trajectory(name, reward=None)) for name in "ab"}
     unscored = UnscoredTrajectory(
-        completion=StoredCompletion(path="a", nbytes=1, checksum=0), attempt=1, reward_source="a"
+        trajectory_id="a",
+        attempt=1,
+        completion=StoredCompletion(path="a", nbytes=1, checksum=0),
+        reward_source="a",
     )
     group.end_sibling("a", [stored["a"]])
     group.unscored["a"] = unscored

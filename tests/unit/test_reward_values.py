@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from async_rl.errors import RewardError
 from async_rl.rollout.rewards.signatures import parts_of
 from async_rl.runtime.reward_values import MAX_REWARD, reward_value
 from async_rl.staleness import Backlog
-from async_rl.store.packing import Packer
+from async_rl.store.packing import pack_groups
 from async_rl.types import TurnRecord
 from tests.support.stored_batches import store_trajectory
 from tests.support.trajectories import make_trajectory
@@ -74,7 +75,7 @@ def test_a_stored_group_with_an_impossible_reward_is_dropped_and_the_others_are_
         elif name == "bad":
             stored = replace(stored, reward=flaw["reward"])
         groups[name] = [stored]
-    packer = Packer(Backlog(2, 1, "wait"), min_group_size=1, facts=None)
-    packed = packer.pack_groups(0, groups)
+    pack = partial(pack_groups, backlog=Backlog(2, 1, "wait"), min_group_size=1, facts=None)
+    packed = pack(0, groups)
     assert packed.unusable == {"bad": "corrupt"}
-    assert packer.pack_groups(0, dict(list(groups.items())[:1])).batch is not None
+    assert pack(0, dict(list(groups.items())[:1])).batch is not None

@@ -33,8 +33,9 @@ from async_rl.errors import (
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.planning.virtual_time import VirtualTimeLoop
-from async_rl.rollout.attempt import Attempt, AttemptEnd, LostWorkers, UnscoredCompletion
+from async_rl.rollout.attempt import Attempt, AttemptEnd, LostWorkers
 from async_rl.rollout.backend import LocalBackend, RolloutBackend
+from async_rl.rollout.groups import UnscoredTrajectory
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers import messages
@@ -861,7 +862,9 @@ async def test_a_worker_is_given_up_that_names_a_file_outside_its_folder(tmp_pat
             end = AttemptEnd(trajectories=(StoredTrajectory.of(make_trajectory("t"), path=str(frame)),))
         else:
             completion = StoredCompletion(path=str(frame), nbytes=1, checksum=0)
-            unscored = UnscoredCompletion(trajectory_id="t", reward_source="t", completion=completion)
+            unscored = UnscoredTrajectory(
+                trajectory_id="t", attempt=1, reward_source="t", completion=completion
+            )
             end = AttemptEnd(trajectories=(), unscored=(unscored,))
         (link,) = workers.processes.ends.values()
         async with asyncio.TaskGroup() as tasks:

@@ -212,7 +212,8 @@ async def try_out(
     inspected = InspectedTrajectories(folder / "trajectories")
     # More groups than tasks, so that admission stays open until the tasks are exhausted.
     backlog = Backlog(groups_per_batch=len(tasks) + 1, max_staleness=0, staleness_policy="wait")
-    queue = TrajectoryQueue(OutstandingGroups(Ledger(folder / "ledger.sqlite"), spool, backlog, clock=clock))
+    ledger = Ledger(folder / "ledger.sqlite")
+    queue = TrajectoryQueue(OutstandingGroups(ledger, spool, backlog, metrics, clock=clock))
     pool = EnginePool(metrics, clock)
     models = {name: EnginePool(metrics, clock) for name in config.models}
     chat = load_chat_format(config.model.path, config.model.trusted_roles)

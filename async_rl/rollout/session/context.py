@@ -10,7 +10,7 @@ from typing import Final
 from async_rl.config import Config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import EngineFacts
-from async_rl.engines.engine_calls import EngineCalls
+from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.serving_clock import ServingClock
 
@@ -31,11 +31,11 @@ class SessionContext:
     """Monotonic seconds."""
     serving_clock: ServingClock
     """Measures the limits of agent loops, tools and trajectories."""
-    calls: EngineCalls
+    calls: LeaseDispatcher
     """The policy's engines."""
     new_id: Callable[[], str]
     """Returns a unique id for each engine request."""
-    models: Mapping[str, EngineCalls] = field(default_factory=dict)
+    models: Mapping[str, LeaseDispatcher] = field(default_factory=dict)
     """The engines of further models, teachers and judges, by the model's name."""
     recoveries: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_RECOVERING))
     """Held while a trajectory recovers its routing rows."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -134,14 +134,6 @@ class TokenLog:
     def inherit_tokens(self, parent: TokenLog) -> None:
         """Copy the tokens of a parent, whose segments this log has already."""
         self._token_ids.extend(parent.token_ids)
-
-
-class TokenListener(Protocol):
-    """Receives the tokens of a turn while they are sampled."""
-
-    def add_tokens(self, token_ids: Sequence[int]) -> None:
-        """Receive more tokens."""
-        ...
 
 
 class GrowingText:

@@ -45,7 +45,7 @@ from async_rl.rollout.session.stop_strings import StopStringAtSeam
 from async_rl.rollout.session.tokens import (
     GrowingArray,
     GrowingMask,
-    TokenListener,
+    GrowingText,
     TokenLog,
 )
 from async_rl.runtime.waits import waiting
@@ -243,7 +243,7 @@ class Transcript:
         self._context.calls.forget_trajectory(self.trajectory_id)
 
     async def write_turn(
-        self, budget: int, stop: Sequence[str], listener: TokenListener | None = None
+        self, budget: int, stop: Sequence[str], listener: GrowingText | None = None
     ) -> Literal["stop", "length"]:
         """Let the policy write one turn, over one or more engine calls.
 
@@ -302,7 +302,7 @@ class Transcript:
         self,
         budget: int,
         sampling: SamplingParams,
-        listener: TokenListener | None,
+        listener: GrowingText | None,
         seam: StopStringAtSeam | None,
         *,
         resumed: bool,

@@ -331,7 +331,7 @@ class WorkerGrants(GrantHolder):
 
     def _confirm_revocation(self, number: int) -> None:
         if (revocation := self._revocations.pop(number, None)) is not None:
-            revocation.confirm()
+            revocation.confirmed.set()
 
 
 _NO_LOAD: Final = EngineLoad(calls=0, tokens=0, progress_s=-math.inf, prefill_tokens=0)
