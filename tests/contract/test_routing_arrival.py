@@ -81,7 +81,7 @@ async def test_the_loop_and_the_memory_are_spared_when_64_long_payloads_arrive_a
     # The rows, and for each connection what is on its way: far less than the 67 MB that each was sent.
     budget = 64 * (ROWS * ROW_BYTES + 2 * MIB)
     assert peak < 1.1 * budget
-    # What is decoded on the event loop is next to nothing; benchmarks/routing_payload.py measures its pauses.
+    # What is decoded on the event loop is next to nothing.
     assert decoded[False] > 64 * ROWS * ROW_BYTES * 5
     assert decoded[True] < 0.01 * decoded[False]
     # What was spooled is dropped: nothing holds its memory.

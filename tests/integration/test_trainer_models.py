@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from async_rl.engines.model_facts import load_facts
-from async_rl.errors import ConfigError
 from tests.integration.test_trainer_parity import hf_log_probs
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import (
@@ -197,33 +196,6 @@ def test_the_bias_stays_float32_when_the_model_is_bfloat16(deepseek, tmp_path):
         assert specs[name] == str(tensor.dtype).removeprefix("torch.")
         if name.endswith("_bias"):
             assert torch.equal(tensor, original[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "words"),
-    [
-        ("deepseek_v3", {"num_experts_per_tok": 2}, r"num_experts_per_tok / topk_group = 1"),
-        ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob = False"),
-        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
-        ("deepseek_v3", {"rope_parameters": NO_SCALES | {"mscale": 1.0}}, "both or none"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config = "),
-        ("llama", {"rope_parameters": LLAMA3_ROPE | {"low_freq_factor": 2.0}}, "low_freq_factor = 2.0"),
-        (
-            "llama",
-            {"rope_parameters": PLAIN_ROPE | {"rope_type": "linear", "factor": 2.0}},
-            "or 'llama3' for",
-        ),
-        ("llama", {"attention_bias": True}, "attention_bias = True"),
-        ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
-        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096"),
-        ("mixtral", {"num_experts_per_tok": 1}, "every gate is 1"),
-    ],
-)
-def test_a_model_is_refused_when_megatron_would_compute_another(folder, tmp_path, name, change, words):
-    (tmp_path / "config.json").write_text((folder(name) / "config.json").read_text())
-    amend_config(tmp_path, **change)
-    with pytest.raises(ConfigError, match=words), started(trainer_config(tmp_path, replay=False)):
-        pass
 
 
 def test_layers_of_multi_token_prediction_stay_as_they_are_when_published(deepseek, tmp_path):

@@ -11,7 +11,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from async_rl.engines.model_facts import read_config
-from async_rl.errors import ConfigError
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
@@ -122,28 +121,6 @@ def test_published_folder_is_a_complete_model_when_written_in_shards(moe, tmp_pa
     assert [p.name for p in target.parent.iterdir()] == ["version_7"]
     batch = random_batch(layers=(1, 2))
     np.testing.assert_array_equal(hf_log_probs(target, batch), hf_log_probs(moe, batch))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            {"model_type": "gemma3", "head_dim": 16},
-            "type 'gemma3'; the trainer supports deepseek_v3",
-        ),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    ],
-)
-def test_model_is_refused_when_the_trainer_does_not_know_it(moe, tmp_path, change, words):
-    config = json.loads((moe / "config.json").read_text()) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=words), started(trainer_config(tmp_path)):
-        pass
-
-
-def test_model_is_refused_when_the_folder_is_missing(tmp_path):
-    with pytest.raises(ConfigError, match=r"no config\.json"), started(trainer_config(tmp_path / "none")):
-        pass
 
 
 def test_model_is_refused_when_a_weight_is_missing(moe, tmp_path):

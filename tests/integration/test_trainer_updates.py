@@ -197,34 +197,6 @@ def test_a_rejected_answer_shifts_no_baseline_and_counts_in_the_normaliser(two_l
         torch.testing.assert_close(actual[name], gradient * 2 / 3, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("aggregate", ["sequence_mean", "constant", "token_mean"])
-def test_the_conversations_of_an_attempt_share_its_vote(two_layers, aggregate):
-    """One attempt of three conversations beside a failure: the loss by hand."""
-    loss = {
-        "advantages": "rloo",
-        "aggregate": aggregate,
-        "importance": {"level": "off"},
-        "uncorrected": True,
-    }
-    config = trainer_config(two_layers, loss=loss)
-    config["rollout"] |= {"max_new_tokens": 40}
-    rewards, lengths = np.array([1, 1, 1, 0]), (13, 7, 30, 19)
-    with started(config) as worker:
-        batch = random_batch(layers=2, lengths=lengths, group_size=4, rewards=rewards)
-        batch = msgspec.structs.replace(batch, trajectory_ids=("a", "a.1", "a.1.1", "b"))
-        with trial(worker, config):
-            found = worker.train_on(batch, 1).metrics["loss"]
-    trained = np.array(lengths) - 3
-    advantages = np.array([1, 1, 1, -1])  # the ratios of one update are 1
-    by_attempt = np.array([trained[:3].sum()] * 3 + [trained[3]])
-    weights_by_hand = {
-        "sequence_mean": 1 / (2 * by_attempt),
-        "constant": np.full(4, 1 / (2 * 40)),
-        "token_mean": np.full(4, 1 / trained.sum()),
-    }[aggregate]
-    assert found == pytest.approx(-(advantages * trained * weights_by_hand).sum(), abs=1e-5)
-
-
 @pytest.mark.parametrize("inherited", [False, True])
 def test_turns_have_returns_of_their_own_when_they_are_discounted(two_layers, inherited):
     """Two attempts of two turns each, of 4 and 3 and of 2 and 5 tokens; the loss by hand."""

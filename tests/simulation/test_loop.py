@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -146,6 +147,7 @@ async def test_ranks_have_their_places_before_engines_take_any(calculator, tmp_p
     assert order == ["places", "engines"]
 
 
+@pytest.mark.real_time
 async def test_a_run_is_served_and_announced_where_the_config_says(calculator, tmp_path):
     port = free_port("127.0.0.2")
     config = make_config(
@@ -160,13 +162,18 @@ async def test_a_run_is_served_and_announced_where_the_config_says(calculator, t
     original, seen = cluster.trainer.train_step, []
 
     async def look(path: str, step: int):
-        seen.append((tmp_path / "sim" / URL_FILE).read_text())
-        seen.append(len(list((tmp_path / "targets").iterdir())))
+        url = (tmp_path / "sim" / URL_FILE).read_text()
+        async with aiohttp.ClientSession() as client, client.get(f"{url}/api/snapshot") as answer:
+            now = json.loads(await answer.text())["now"]
+        seen.append((url, len(list((tmp_path / "targets").iterdir())), now["step"], now["phase"]))
+        assert sum(engine["calls"] for engine in now["engines"]) > 0
+        ages = [each["age_s"] for each in now["slowest"]]
+        assert ages == sorted(ages, reverse=True) != []
         return await original(path, step)
 
     cluster.trainer.train_step = look  # type: ignore[method-assign]
     await run(config, cluster)
-    assert seen == [f"http://127.0.0.2:{port}", 1]
+    assert seen == [(f"http://127.0.0.2:{port}", 1, 0, "training")]
 
 
 async def test_records_are_of_their_own_step(calculator, tmp_path):

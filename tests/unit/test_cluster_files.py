@@ -43,15 +43,6 @@ def test_settings_exist_when_a_file_names_them(file):
     parse_config(tree)
 
 
-def test_the_slurm_file_is_a_shell_script_when_bash_reads_it():
-    subprocess.run(["bash", "-n", SLURM], check=True)
-    text = SLURM.read_text()
-    # Ray's workers keep clear of the ports of engines.
-    assert int(re.search(r"--max-worker-port=(\d+)", text)[1]) < PORTS.start
-    # The token goes by the environment, not by a command line.
-    assert not re.search(r"(step|ray start|async-rl).*RAY_AUTH_TOKEN", text)
-
-
 @pytest.mark.parametrize("file", [SLURM, PAGE], ids=lambda file: file.name)
 def test_the_installed_ray_knows_its_options_when_a_file_starts_it(file):
     commands = re.findall(r"ray start (?:[^\n]*\\\n)*[^\n]*|ports=\(.*\)", file.read_text())

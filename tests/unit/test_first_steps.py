@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -301,13 +299,6 @@ def test_a_module_beside_the_config_is_found_from_another_folder(
     assert "agent loop: code_beside:Fine, of 2 tasks" in capsys.readouterr().out
     assert main(["check", str(beside), "rollout.agent_loop=nowhere_at_all:Loop"]) == 2
     assert f"a file in {Path.cwd()} or {beside.parent}" in capsys.readouterr().err
-
-
-def test_a_file_beside_the_config_shadows_no_package(beside: Path) -> None:
-    for name in ("trainer", "json"):
-        (beside.parent / f"{name}.py").write_text("raise RuntimeError('imported by mistake')\n")
-    command = [sys.executable, "-m", "async_rl.cli", "check", str(beside)]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
 
 
 # -- supervised configs, and the schema --------------------------------------------------------------------

@@ -233,29 +233,6 @@ def test_one_of_the_table_is_shown_with_its_history_when_its_id_is_begun(
     assert portrait["passages"][1]["calls"][0]["finish_reason"] == "abort"
 
 
-@pytest.mark.parametrize("columns", [40, 48, 60, 70, 80, 84, 92, 100, 120])
-def test_no_word_of_the_table_is_split_when_the_terminal_is_narrow(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    long = replace(
-        make_trajectory("0198cccc1"), task_id="a-dataset-with-a-long-name/train-00012345678901234567890"
-    )
-    archive = Archive(run_dir / "trajectories.sqlite", keep=10)
-    archive_failure(archive, long, AgentLoopError("the sandbox could not be started: no namespaces here"))
-    archive.close()
-    monkeypatch.setenv("COLUMNS", str(columns))
-    assert main(["inspect", str(run_dir)]) == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines()[2:-1])) <= columns
-    words = out.split()
-    expected = ["trajectory", "status", "trained", "dropped:", "too_stale", "namespaces"]
-    if columns >= 60:
-        expected += ["reward", "tokens"]
-    assert set(expected) <= set(words)
-    assert main(["inspect", str(run_dir), "--status", "dropped"]) == 0  # a short status goes first
-    assert {"status", "dropped:", "too_stale"} <= set(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

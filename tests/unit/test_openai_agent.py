@@ -17,7 +17,7 @@ import aiohttp
 import openai
 import pytest
 
-from agent_loops.agent_program import OutputTail, last_words, program_name, without_proxy
+from agent_loops.agent_program import OutputTail, last_words, without_proxy
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
@@ -341,16 +341,6 @@ async def test_the_endpoints_last_error_is_shown_when_an_agent_was_never_answere
     assert "last error: 404, POST /s/<key>/chat/completions is not supported" in str(caught.value)
     with pytest.raises(AgentLoopError, match="no request of it was answered: it sent none"):
         await play(OpenAIAgentLoop(agent=f"{HERE}:asks_nothing"))
-
-
-def test_the_script_is_named_when_a_program_fails(tmp_path: Path):
-    script = tmp_path / "agent.py"
-    script.touch()
-    assert (
-        program_name([sys.executable, "-u", str(script), "--fast"]) == f"{Path(sys.executable).name} agent.py"
-    )
-    assert program_name(["python", "-m", "my.agent"]) == "python my.agent"
-    assert program_name(["/opt/agent"]) == "agent"
 
 
 async def test_a_time_limit_shows_what_the_program_and_the_endpoint_said(tmp_path: Path):

@@ -13,8 +13,6 @@ import pytest
 
 from async_rl.cli.main import main
 from async_rl.config import load_config
-from async_rl.data.chat_format import ChatFormat
-from async_rl.errors import ConfigError
 from async_rl.run.identity import check_identity
 from async_rl.store.ledger import Ledger
 from tests.support.run_config import write_run
@@ -230,29 +228,6 @@ def test_a_row_is_refused_when_the_template_leaves_out_a_part_of_it(
     code, said = refused(capsys, path)
     assert code == 2
     assert f"tasks.jsonl:1: the chat template leaves out {lost}" in said
-
-
-@pytest.mark.parametrize(
-    ("name", "role", "shown"),
-    [
-        ("qwen3", "developer", False),
-        ("qwen3", "ipython", False),
-        ("llama3_1", "ipython", True),
-        ("llama3_1", "narrator", True),
-        ("qwen3", "user", True),
-    ],
-)
-def test_a_conversation_is_refused_when_the_template_does_not_show_a_role(
-    name: str, role: str, shown: bool
-) -> None:
-    chat: ChatFormat = chat_of(name)
-    messages = [{"role": "user", "content": "?"}, {"role": role, "content": "Hello."}]
-    if shown:
-        assert "Hello." in chat.prompt_text(messages)
-        return
-    for render in (chat.prompt_text, chat.prompt_ids, chat.append_ids):
-        with pytest.raises(ConfigError, match=f"leaves out messages of the role '{role}'"):
-            render(messages)
 
 
 def test_check_warns_of_a_file_that_has_the_name_of_an_installed_module(

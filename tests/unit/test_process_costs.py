@@ -21,7 +21,6 @@ from async_rl.planning.process_costs import (
     MAX_LOAD,
     CostRow,
     ProcessCosts,
-    ProcessLoad,
     fit_costs,
     process_load,
     read_costs,
@@ -107,36 +106,6 @@ def test_a_worker_is_requested_when_the_driver_alone_would_be_too_busy() -> None
     load = process_load(job(1), LONG, [ALONE, APART], 0)
     assert "No rollout workers" in workers_remark(load)
     assert process_bottleneck(load, LONG) == ""
-
-
-def load_of(workers: int, driver: float, worker: float, disk_bytes_per_s: float = 0.0) -> ProcessLoad:
-    return ProcessLoad(
-        workers=workers,
-        driver_load=driver,
-        worker_load=worker,
-        network_bytes_per_s=0.0,
-        frame_nodes=1,
-        disk_bytes_per_s=disk_bytes_per_s,
-    )
-
-
-@pytest.mark.parametrize(
-    ("load", "said", "remedy"),
-    [
-        (load_of(256, 0.985, 0.2), "The driver: with 256 rollout workers it would use 98%", "fewer engines"),
-        (load_of(0, 0.6, 0.0), "The driver: it would use 60%", "num_workers to at least 1"),
-        (load_of(4, 0.1, 0.7), "The rollout workers: each of the 4 would use 70%", "num_workers to 6"),
-        (load_of(4, 0.1, 1.25), "The rollout workers: each of the 4 would need 1.2 s", "num_workers to 10"),
-        (load_of(4, MAX_LOAD, MAX_LOAD), "", ""),
-    ],
-)
-def test_a_process_is_named_when_it_would_use_more_than_half_a_core(
-    load: ProcessLoad, said: str, remedy: str
-) -> None:
-    sentence = process_bottleneck(load, LONG)
-    assert sentence.startswith(said)
-    assert remedy in sentence
-    assert bool(sentence) == bool(said)
 
 
 def test_the_shipped_costs_name_the_driver_of_2048_engines_but_not_of_1024() -> None:

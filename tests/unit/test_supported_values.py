@@ -94,9 +94,13 @@ def test_check_refuses_what_ranks_would(
         ("qwen3_moe", {"compression_config": {"quant_method": "fp8"}}),
         ("qwen3_moe", {"final_logit_softcapping": 30.0}),
         ("deepseek_v3", {"swiglu_limit": 7.0, "topk_group": 4}),
+        ("deepseek_v3", {"norm_topk_prob": False, "topk_group": 4}),
+        ("deepseek_v3", {"topk_method": "greedy", "topk_group": 4}),
+        ("llama", {"attention_bias": True}),
+        ("mixtral", {"sliding_window": 4096}),
     ],
 )
-def test_a_field_that_only_engines_would_apply_is_refused(kind: str, change: dict[str, Any]) -> None:
+def test_a_field_that_the_trainer_would_not_apply_is_refused(kind: str, change: dict[str, Any]) -> None:
     with pytest.raises(
         ConfigError, match=f"{next(iter(change))} = .*; the trainer supports only .* for {kind}"
     ):

@@ -2,7 +2,8 @@
 
 Each function below stands in for the one that its decorator names. It gets the original function and the
 arguments of the call. The decorator also names the promise, by the test file of its row in CONTRIBUTING.md,
-and the test files of which one must fail, as `folder/name` of `tests/folder/test_name.py`.
+and the test files of which one must fail (default: that of the promise), as `folder/name` of
+`tests/folder/test_name.py`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def breaks(target: str, promise: str, *tests: str) -> Callable[[Callable[..., An
     def add(replacement: Callable[..., Any]) -> Callable[..., Any]:
         name = replacement.__name__.replace("_", "-")
         assert name not in MUTANTS, f"{name} is there twice"
-        files = [_file(test) for test in tests]
+        files = [_file(test) for test in tests or (promise,)]
         MUTANTS[name] = Mutant(
             name, replacement.__doc__ or "", target, replacement, _file(promise), tuple(files)
         )
@@ -105,11 +106,7 @@ def stragglers_are_given_up(original, *args, **named):
 # -- sessions ---------------------------------------------------------------------------------------
 
 
-@breaks(
-    "async_rl.rollout.session.transcript:Transcript._append_call",
-    "property/session_properties",
-    "unit/session",
-)
+@breaks("async_rl.rollout.session.transcript:Transcript._append_call", "property/session_properties")
 def interrupted_calls_lose_their_tokens(original, transcript, running, *rest, **named):
     """What a call has sampled is thrown away when it ends."""
     if len(running.token_ids) > 1:
@@ -148,13 +145,7 @@ def text_becomes_control_tokens(original, tokens, value, keeping):
     return value
 
 
-@breaks(
-    "async_rl.types:TokenSpan.is_sampled",
-    "simulation/branching",
-    "unit/batching",
-    "unit/branches",
-    "unit/stored_trajectory",
-)
+@breaks("async_rl.types:TokenSpan.is_sampled", "simulation/branching", "unit/batching")
 def branches_train_what_they_inherit(original, span):
     """Tokens that a branch shares with its parent are trained by both."""
     return span.weight_version >= 0
@@ -194,9 +185,7 @@ def workers_answer_what_they_were_not_asked(original, *args):
 
 
 @breaks(
-    "async_rl.rollout.workers.failing_workers:FailingWorkers.record_failure",
-    "simulation/rollout_workers",
-    "unit/rollout_workers",
+    "async_rl.rollout.workers.failing_workers:FailingWorkers.record_failure", "simulation/rollout_workers"
 )
 def one_bad_worker_fails_most_attempts(original, *args, **named):
     """A worker in which all loops raise at once keeps its attempts, and gets more."""
@@ -220,13 +209,7 @@ def silent_engines_are_kept(original, *args, **named):
     """An engine whose calls are silent is never quarantined."""
 
 
-@breaks(
-    "async_rl.engines.pool:EnginePool.record_strike",
-    "simulation/engines_under_fire",
-    "unit/pool",
-    "unit/health",
-    "unit/lease",
-)
+@breaks("async_rl.engines.pool:EnginePool.record_strike", "simulation/engines_under_fire", "unit/lease")
 def strikes_do_not_count(original, *args, **named):
     """An engine that fails calls stays in service."""
 
@@ -246,11 +229,7 @@ async def interrupts_end_nothing(original, *args, **named):
     """Calls of a simulated engine run on when it is interrupted."""
 
 
-@breaks(
-    "async_rl.engines.balancing:Balancer._has_capacity",
-    "property/balancing_properties",
-    "property/balancing_properties",
-)
+@breaks("async_rl.engines.balancing:Balancer._has_capacity", "property/balancing_properties")
 def engines_have_no_capacity(original, *args, **named):
     """An engine is given calls beyond the bound of its load."""
     return True
@@ -311,7 +290,7 @@ def rows_stand_one_too_late(original, rows, *rest, **named):
 # -- the trainer ------------------------------------------------------------------------------------
 
 
-@breaks("trainer.megatron.lora:Adapter.add_to", "integration/trainer_lora", "integration/trainer_lora")
+@breaks("trainer.megatron.lora:Adapter.add_to", "integration/trainer_lora")
 def adapters_add_nothing(original, adapter, output, *rest):
     """The output of an adapter is not added."""
     return output
@@ -353,11 +332,7 @@ def kl_is_the_other_way_round(original, kind, log_probs, reference):
     return original(kind, reference, log_probs)
 
 
-@breaks(
-    "trainer.losses.advantages:ComparedRewards.group_mean",
-    "property/loss_properties",
-    "property/loss_properties",
-)
+@breaks("trainer.losses.advantages:ComparedRewards.group_mean", "property/loss_properties")
 def advantages_have_no_baseline(original, *args, **named):
     """Advantages are rewards."""
     mean = original(*args, **named)
@@ -376,13 +351,13 @@ def turn_rewards_are_not_discounted(original, turns, rewards, positions, values,
     return original(turns, rewards, positions, values, 1.0)
 
 
-@breaks("trainer.megatron.packing:shift_left", "property/packing_properties", "property/packing_properties")
+@breaks("trainer.megatron.packing:shift_left", "property/packing_properties")
 def trajectories_predict_the_next(original, values, ends):
     """The last token of a trajectory is trained to predict the first of the next."""
     return np.roll(values, -1, axis=0)
 
 
-@breaks("trainer.megatron.packing:_first_fit", "property/packing_properties", "property/packing_properties")
+@breaks("trainer.megatron.packing:_first_fit", "property/packing_properties")
 def micro_batches_exceed_their_budget(original, share, padded, budget):
     """Micro-batches are planned for four times their tokens."""
     return original(share, padded, 4 * budget)
@@ -393,7 +368,7 @@ def frames_of_a_capture_are_not_kept(original, *args, **named):
     """A capture lacks the frames of its batch."""
 
 
-@breaks("trainer.checkpoints.manifest:find_flaw", "integration/checkpoints", "integration/checkpoints")
+@breaks("trainer.checkpoints.manifest:find_flaw", "integration/checkpoints")
 def damaged_checkpoints_are_complete(original, *args, **named):
     """No flaw of a checkpoint is found."""
 
@@ -403,9 +378,7 @@ def skipped_checkpoints_come_back(original, *args, **named):
     """A checkpoint that was skipped is loaded by a later start."""
 
 
-@breaks(
-    "trainer.megatron.names:portable_names", "integration/checkpoint_specs", "integration/checkpoint_specs"
-)
+@breaks("trainer.megatron.names:portable_names", "integration/checkpoint_specs")
 def names_are_those_of_the_layer_spec(original, names):
     """What one layer spec wrote cannot be read by the other."""
     return {name: name for name in names}
@@ -414,28 +387,19 @@ def names_are_those_of_the_layer_spec(original, names):
 # -- weights ----------------------------------------------------------------------------------------
 
 
-@breaks("async_rl.weights.checksums:VersionVerifier.verify_version", "unit/weight_sync", "unit/weight_sync")
+@breaks("async_rl.weights.checksums:VersionVerifier.verify_version", "unit/weight_sync")
 async def unverified_versions_are_served(original, *args, **named):
     """An engine serves after an update although its version was not read back."""
 
 
 @breaks(
-    "async_rl.weights.publisher:WeightPublisher.remove_old_files",
-    "contract/real_parts",
-    "unit/weight_files",
-    "unit/weight_sync",
+    "async_rl.weights.publisher:WeightPublisher.remove_old_files", "contract/real_parts", "unit/weight_sync"
 )
 async def old_weights_are_kept(original, *args, **named):
     """Weights of old versions are never removed."""
 
 
-@breaks(
-    "async_rl.weights.buckets:_inseparable",
-    "contract/real_parts",
-    "unit/broadcast",
-    "unit/weight_transports",
-    "unit/weight_export",
-)
+@breaks("async_rl.weights.buckets:_inseparable", "contract/real_parts", "unit/weight_transports")
 def buckets_separate_fused_weights(original, specs):
     """Parts of a fused weight are sent in two buckets."""
     return [[spec] for spec in specs]
@@ -449,7 +413,7 @@ def calls_have_another_version(original, *args, **named):
     return 0
 
 
-@breaks("async_rl.weights.delta:decode", "property/delta_properties", "property/delta_properties")
+@breaks("async_rl.weights.delta:decode", "property/delta_properties")
 def deltas_change_nothing(original, *args, **named):
     """A delta leaves the weights as they are."""
 
@@ -464,13 +428,7 @@ def admission_ignores_the_lag(original, backlog):
         backlog.served_version = served
 
 
-@breaks(
-    "async_rl.run.device_sharing:SharedDevices._clear_engine",
-    "simulation/shared_devices",
-    "unit/device_phases",
-    "unit/engine_memory",
-    "simulation/shared_devices",
-)
+@breaks("async_rl.run.device_sharing:SharedDevices._clear_engine", "simulation/shared_devices")
 async def engines_keep_their_memory(original, *args, **named):
     """An engine keeps its memory when the trainer gets the devices."""
 
@@ -492,12 +450,7 @@ def journals_are_not_written(original, *args, **named):
     """What trajectories in flight have sampled is not journalled."""
 
 
-@breaks(
-    "async_rl.evaluation.estimates:pass_at_k",
-    "simulation/evaluation",
-    "unit/evaluation",
-    "property/evaluation_properties",
-)
+@breaks("async_rl.evaluation.estimates:pass_at_k", "simulation/evaluation", "unit/evaluation")
 def pass_at_k_is_pass_at_1(original, answers, passed, k):
     """pass@k is the share of answers that pass."""
     return original(answers, passed, 1)
@@ -514,12 +467,7 @@ def rates_do_not_decay(original, step, total, *, peak, **_):
     return peak
 
 
-@breaks(
-    "async_rl.observability.diagnosis:_Walk._full_engines",
-    "simulation/stalls",
-    "unit/diagnosis",
-    "simulation/stalls",
-)
+@breaks("async_rl.observability.diagnosis:_Walk._full_engines", "simulation/stalls", "unit/diagnosis")
 def full_engines_are_to_blame(original, *args, **named):
     """What waits for engines that are full is named as the cause of a stall."""
 
@@ -533,12 +481,7 @@ def agents_are_told_the_answer(original, value, path):
     return value
 
 
-@breaks(
-    "async_rl.rollout.session.rollout_session:RolloutSession.add_tool_result",
-    "unit/agent_loop_docs",
-    "unit/agent_loop_docs",
-    "unit/session",
-)
+@breaks("async_rl.rollout.session.rollout_session:RolloutSession.add_tool_result", "unit/agent_loop_docs")
 def tool_results_are_not_added(original, *args, **named):
     """The policy never reads what a tool returned."""
 
@@ -554,7 +497,7 @@ def conversations_are_never_continued(original, *args, **named):
     """Each request over OpenAI's API begins a conversation."""
 
 
-@breaks("agent_loops.sandbox:_refuse_home", "unit/sandbox", "unit/sandbox")
+@breaks("agent_loops.sandbox:_refuse_home", "unit/sandbox")
 def programs_see_home_folders(original, *args, **named):
     """A folder with a home folder in it is shown to programs."""
 
@@ -610,7 +553,7 @@ def steps_reach_no_instrument(original, *args):
     """The figures of a step reach no metric, so that dashboard and alerts see nothing."""
 
 
-@breaks("async_rl.cli.new_loop:new_loop", "unit/new_loop", "unit/new_loop")
+@breaks("async_rl.cli.new_loop:new_loop", "unit/new_loop")
 def written_files_do_not_fit(original, name, parent):
     """The written loop and its test name different classes."""
     folder = original(name, parent)
@@ -619,13 +562,13 @@ def written_files_do_not_fit(original, name, parent):
     return folder
 
 
-@breaks("async_rl.cli.metrics_reference:_sections", "unit/metrics", "unit/metrics")
+@breaks("async_rl.cli.metrics_reference:_sections", "unit/metrics")
 def a_metric_is_not_documented(original):
     """The page of metrics lacks the last metric."""
     return list(original())[:-1]
 
 
-@breaks("async_rl.config.reference:describe_fields", "unit/cli", "unit/cli")
+@breaks("async_rl.config.reference:describe_fields", "unit/cli")
 def a_setting_is_not_documented(original):
     """The page of settings lacks the last setting."""
     return list(original())[:-1]
