@@ -1,16 +1,23 @@
-"""The data of charts: each chart holds its figures, and charts without figures are left out."""
+"""What the page says of a run's figures: charts, verdicts, and that Prometheus' rules say the same."""
 
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import yaml
+from msgspec.structs import replace
 
 from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
+from async_rl.observability.page import verdicts
 from async_rl.observability.page.charts import MAX_POINTS, Band, Chart, Series, sections, thinned
-from async_rl.observability.page.tiles import stages
+from async_rl.observability.page.tiles import sft_tiles, stages, tiles
 from async_rl.observability.records import StepRecord
+from async_rl.observability.sft_record import SftRecord
 from tests.support.finished_run import HOSTILE, MAX_STALENESS, records
 
 
@@ -109,3 +116,168 @@ def test_stages_account_for_all_that_was_dispatched() -> None:
         ("in flight", 30, "3%"),
     ]
     assert {stage.share for stage in stages(trained=0, dropped={}, queued=0, in_flight=0)} == {""}
+
+
+# -- what the page says of a run's figures ------------------------------------------------------------
+
+
+RULES = Path(__file__).parents[2] / "monitoring" / "rules" / "async_rl.yml"
+
+
+def run(number: int = 20, *, every_s: float = 10.0, **last: float) -> list[StepRecord]:
+    """A healthy run, whose last step has other figures."""
+    healthy = {
+        "reward_mean": 0.5,
+        "ppo_kl": 0.002,
+        "lag0_log_prob_abs_diff": 1e-3,
+        "staleness_mean": 1.0,
+        "staleness_max": 2,
+        "trajectories": 64,
+        "groups": 8,
+        "groups_without_signal": 3,
+        "wait_s": 1.0,
+        "step_s": 3.0,
+    }
+    return [
+        StepRecord(**(healthy | (last if step == number else {})), step=step, weight_version=step,
+                   time_s=every_s * step)
+        for step in range(1, number + 1)
+    ]  # fmt: skip
+
+
+def words(records: list[StepRecord], bound: int | None = 4) -> dict[str, str | None]:
+    return {tile.name: tile.verdict for tile in tiles(records, bound)}
+
+
+def test_every_judged_figure_is_healthy_when_no_rule_speaks() -> None:
+    assert words(run()) == {
+        "reward": "healthy",
+        "ppo-kl": "healthy",
+        "mismatch": "healthy",
+        "staleness": "healthy",
+        "throughput": None,
+        "trainer-idle": "healthy",
+    }
+
+
+@pytest.mark.parametrize(
+    ("tile", "word", "last"),
+    [
+        ("ppo-kl", "look", {"ppo_kl": -0.2}),
+        ("ppo-kl", "look", {"ppo_kl": 0.02}),
+        ("ppo-kl", "healthy", {"ppo_kl": 0.009}),  # more than five times the median, and yet small
+        ("ppo-kl", "look", {"ppo_kl": float("nan"), "ppo_kl_bypass": 0.2}),
+        ("ppo-kl", None, {"ppo_kl": float("nan")}),
+        ("staleness", "wrong", {"staleness_max": 5}),
+        ("staleness", "healthy", {"staleness_max": 4}),
+    ],
+)
+def test_a_figure_is_judged_by_the_last_step_when_its_rule_is(
+    tile: str, word: str | None, last: dict[str, float]
+) -> None:
+    assert words(run(**last))[tile] == word
+
+
+def test_rewards_are_wrong_when_nothing_is_learned() -> None:
+    records = [*run(5), *(run(1, groups_without_signal=8) * 3)]
+    (reward, *_) = tiles(records, 4)
+    assert (reward.verdict, reward.note) == ("wrong", "all rewards equal for 24 groups: nothing is learned")
+
+
+def lasting(minutes: float, **figures: float) -> list[StepRecord]:
+    """A healthy run, and then so many minutes with other figures, a step a minute."""
+    records = run(60, every_s=60.0)
+    last = records[-1].step
+    return records + [
+        replace(records[0], **figures, step=last + step, time_s=60.0 * (last + step))
+        for step in range(1, int(minutes) + 1)
+    ]
+
+
+OLD = {"staleness_mean": 4.0, "staleness_max": 4}
+IDLE = {"wait_s": 997.0}
+
+
+@pytest.mark.parametrize(
+    ("tile", "figures", "minutes", "word"),
+    [
+        ("staleness", OLD, 20, "healthy"),  # the mean of ten minutes is above the share from the 8th on
+        ("staleness", OLD, 26, "look"),
+        ("trainer-idle", IDLE, 10, "healthy"),
+        ("trainer-idle", IDLE, 30, "look"),
+        # The mean of an hour has doubled after 20 minutes.
+        ("mismatch", {"lag0_log_prob_abs_diff": 4e-3}, 45, "healthy"),
+        ("mismatch", {"lag0_log_prob_abs_diff": 4e-3}, 55, "look"),
+        ("mismatch", {"lag0_log_prob_abs_diff": 9e-6}, 200, "healthy"),
+    ],
+)
+def test_a_condition_must_hold_for_as_long_as_the_alert_waits(
+    tile: str, figures: dict[str, float], minutes: int, word: str
+) -> None:
+    records = lasting(minutes, **figures)
+    assert words(records)[tile] == word
+    assert words([*records, replace(run(60)[0], time_s=records[-1].time_s + 7200)])[tile] == "healthy"
+
+
+def test_a_bound_of_none_or_of_zero_is_not_near() -> None:
+    assert words(lasting(40, staleness_mean=0.0, staleness_max=0), 0)["staleness"] == "healthy"
+    assert words(lasting(40, **OLD), None)["staleness"] is None
+
+
+def test_long_steps_are_judged_too() -> None:
+    words_of_hours = words(run(1, **OLD, **IDLE) + run(2, every_s=3600.0, **OLD, **IDLE)[1:])
+    assert (words_of_hours["staleness"], words_of_hours["trainer-idle"]) == ("look", "look")
+
+
+def test_a_start_is_not_judged_by_its_first_steps() -> None:
+    assert words(run(5, every_s=60.0, **IDLE))["trainer-idle"] == "healthy", (
+        "a start waits for its first batches"
+    )
+    records = lasting(80, lag0_log_prob_abs_diff=4e-3)[58:]
+    assert words(records)["mismatch"] == "healthy", "no full hour is better"
+
+
+@pytest.mark.parametrize(
+    ("last", "words"),
+    [
+        ({}, ("healthy", "healthy")),
+        ({"loss": math.nan}, ("wrong", "healthy")),
+        ({"loss": None, "grad_norm": None}, ("wrong", "wrong")),  # NaN in metrics.jsonl
+        ({"updates_skipped": 1}, ("healthy", "look")),
+        ({"updates_skipped": 1, "time_s": 50.0}, ("healthy", "healthy")),
+    ],
+)
+def test_supervised_steps_are_judged_by_what_is_not_finite_or_skipped(
+    last: dict[str, Any], words: tuple[str, str]
+) -> None:
+    step = SftRecord(step=1, weight_version=1, time_s=1000.0, epoch=0, loss=2.0, grad_norm=1.0,
+                     learning_rate=1e-5, tokens=10, trained_tokens=5, step_s=1.0,
+                     tokens_per_s=10.0)  # fmt: skip
+    records = [replace(step, **last)]
+    if "time_s" in last:
+        records.append(step)
+    judged = {tile.name: tile.verdict for tile in sft_tiles(records)}
+    assert (judged["loss"], judged["grad-norm"]) == words
+    assert {judged[name] for name in ("validation-loss", "learning-rate", "throughput", "epoch")} == {None}
+
+
+@pytest.mark.parametrize(
+    ("alert", "thresholds", "for_s"),
+    [
+        ("PpoKlSpike", [verdicts.PPO_KL_NATS, verdicts.PPO_KL_LEAST_NATS, verdicts.PPO_KL_FACTOR], 0),
+        ("MismatchGrows", [verdicts.MISMATCH_FACTOR, verdicts.MISMATCH_LEAST_NATS], verdicts.MISMATCH_FOR_S),
+        # 0: only where there is a bound
+        ("StalenessNearBound", [verdicts.STALENESS_SHARE, 0], verdicts.STALENESS_FOR_S),
+        ("TrainerIdle", [verdicts.TRAINER_IDLE_SHARE], verdicts.TRAINER_IDLE_FOR_S),
+        ("UpdateSkipped", [0], 0),
+    ],
+)
+def test_thresholds_and_durations_are_those_of_the_alert(
+    alert: str, thresholds: list[float], for_s: float
+) -> None:
+    rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+    (rule,) = (rule for rule in rules if rule.get("alert") == alert)
+    assert rule["labels"]["severity"] == "warning", "which the page shows as `look`"
+    compared = re.findall(r"> (?:on \(run\) )?([0-9.e-]+)", rule["expr"])
+    assert [float(number) for number in compared] == [float(number) for number in thresholds]
+    assert 60 * int(rule.get("for", "0m").removesuffix("m")) == for_s

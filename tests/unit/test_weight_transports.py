@@ -1,3 +1,9 @@
+"""Buckets of weights on their way: planned, exported, relayed, sent to the groups of engines."""
+
+import asyncio
+import os
+import shutil
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -5,12 +11,20 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
+from torch.distributed import distributed_c10d as c10d
 
-from async_rl.engine_protocol import TensorSpec
+from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.engines.sglang.server import free_port
 from async_rl.errors import WeightSyncError
-from async_rl.weights.broadcast import open_store, send_buckets
+from async_rl.runtime.supervision import Nursery
+from async_rl.weights import broadcast
+from async_rl.weights.broadcast import WeightGroup, open_store, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, size_of, spec_of
+from async_rl.weights.relay import BUFFERS, BucketRelay
+from async_rl.weights.shared_memory import shared_buffer
+from trainer.weights.snapshot import WeightSnapshot
+from trainer.weights.weight_export import WeightExport
 
 
 def specs(*shapes: tuple[int, ...], dtype: str = "float32") -> list[TensorSpec]:
@@ -102,3 +116,212 @@ def test_the_store_gives_up_when_the_others_do_not_come():
     port = free_port("127.0.0.1")
     with pytest.raises(RuntimeError, match="1/2"):
         open_store("127.0.0.1", port, 2, timeout_s=0.2)
+
+
+# -- groups of trainer rank 0 and one engine ----------------------------------------------------------
+
+
+VARIABLE = "TORCH_NCCL_BLOCKING_WAIT"
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_waits_of_a_group_raise_and_those_of_other_groups_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """A dead engine must not end the rank by torch's watchdog, which training keeps."""
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if before is not None:
+        monkeypatch.setenv(VARIABLE, before)
+    seen: list[str | None] = []
+
+    make = c10d.PrefixStore
+
+    def record(name: str, store: Store) -> Store:
+        seen.append(os.environ.get(VARIABLE))  # while the group is created
+        return make(name, store)
+
+    monkeypatch.setattr(broadcast, "open_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr(c10d, "PrefixStore", record)
+    invite = GroupInvite(
+        group_name="g", host="127.0.0.1", port=1, world_size=1, rank_offset=1, backend="gloo"
+    )
+    WeightGroup(invite, timeout_s=5).close()
+    assert seen[0] == "1"
+    assert os.environ.get(VARIABLE) == before
+
+
+# -- relays between readers of shared memory ---------------------------------------------------------
+
+
+class Memory:
+    """The trainer's buffers: what a reader holds must still be there when it lets go."""
+
+    def __init__(self) -> None:
+        self.slots: list[int | None] = [None] * BUFFERS
+        self.fetched: list[int] = []
+
+    async def fill(self, number: int) -> int:
+        self.fetched.append(number)
+        self.slots[number % BUFFERS] = None
+        await asyncio.sleep(0)
+        self.slots[number % BUFFERS] = number
+        return number
+
+
+async def read(
+    relay: BucketRelay[int], memory: Memory, reader: str, waits: int, upto: int = 10**6
+) -> list[int]:
+    taken = []
+    try:
+        async for bucket in relay.buckets(reader):
+            for _ in range(waits):
+                await asyncio.sleep(0)
+            assert memory.slots[bucket % BUFFERS] == bucket
+            taken.append(bucket)
+            if len(taken) == upto:
+                break
+    finally:
+        relay.remove_reader(reader)
+    return taken
+
+
+async def test_no_bucket_is_overwritten_while_somebody_reads_it_when_one_is_slower():
+    memory = Memory()
+    relay = BucketRelay(["quick", "slow"], 7, memory.fill)
+    async with Nursery() as nursery:
+        quick = nursery.start_task("quick", read(relay, memory, "quick", 0))
+        slow = nursery.start_task("slow", read(relay, memory, "slow", 9))
+        nursery.start_task("send", relay.fetch_buckets())
+    assert quick.result() == slow.result() == memory.fetched == list(range(7))
+
+
+async def test_the_next_bucket_is_filled_while_one_is_read():
+    memory = Memory()
+    relay = BucketRelay(["reader"], 3, memory.fill)
+    async with Nursery() as nursery:
+        nursery.start_task("send", relay.fetch_buckets())
+        buckets = relay.buckets("reader")
+        assert await anext(buckets) == 0
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert memory.fetched == [0, 1]
+        assert [bucket async for bucket in buckets] == [1, 2]
+
+
+async def test_the_others_get_everything_when_a_reader_leaves_in_the_middle():
+    memory = Memory()
+    relay = BucketRelay(["fails", "reads"], 6, memory.fill)
+    async with Nursery() as nursery:
+        nursery.start_task("fails", read(relay, memory, "fails", 3, upto=2))
+        reads = nursery.start_task("reads", read(relay, memory, "reads", 0))
+        nursery.start_task("send", relay.fetch_buckets())
+    assert reads.result() == list(range(6))
+
+
+async def test_nothing_more_is_filled_when_all_readers_have_left():
+    memory = Memory()
+    relay = BucketRelay(["reader", "never began"], 6, memory.fill)
+    relay.remove_reader("never began")
+    async with Nursery() as nursery:
+        nursery.start_task("reader", read(relay, memory, "reader", 0, upto=2))
+        nursery.start_task("send", relay.fetch_buckets())
+    assert memory.fetched[-1] < 5
+
+
+# -- snapshots ----------------------------------------------------------------------------------------
+
+
+def weights(value: float) -> list[tuple[str, torch.Tensor]]:
+    return [("a", torch.full((2, 3), value).bfloat16()), ("b", torch.full((4, 2), value).T)]
+
+
+def test_the_copy_stays_what_it_was_when_the_weights_change():
+    snapshot, live = WeightSnapshot(keeps=True, where="host"), weights(1.0)
+    snapshot.copy_tensors(live)
+    for _, tensor in live:
+        tensor.zero_()
+    assert [(name, tensor.unique().tolist()) for name, tensor in snapshot.tensors()] == [
+        ("a", [1.0]),
+        ("b", [1.0]),
+    ]
+    assert [tensor.dtype for _, tensor in snapshot.tensors()] == [torch.bfloat16, torch.float32]
+    assert dict(snapshot.tensors())["b"].shape == (2, 4)
+
+
+def test_no_memory_is_allocated_when_a_copy_is_made_again():
+    snapshot = WeightSnapshot(keeps=True, where="host")
+    snapshot.copy_tensors(weights(1.0))
+    before = [tensor.data_ptr() for _, tensor in snapshot.tensors()]
+    snapshot.copy_tensors(weights(2.0))
+    assert [tensor.data_ptr() for _, tensor in snapshot.tensors()] == before
+    assert all((tensor == 2).all() for _, tensor in snapshot.tensors())
+
+
+def test_a_rank_keeps_nothing_but_gathers_all_when_another_one_sends():
+    gathered = []
+    snapshot = WeightSnapshot(keeps=False, where="host")
+    snapshot.copy_tensors(gathered.append(name) or (name, tensor) for name, tensor in weights(1.0))
+    assert gathered == ["a", "b"]
+    assert list(snapshot.tensors()) == []
+
+
+# -- exports ------------------------------------------------------------------------------------------
+
+
+TENSORS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2)), ("c", torch.zeros(3))]
+
+
+def export(tensors=TENSORS, rank=0, check=lambda specs: None) -> WeightExport:
+    return WeightExport(lambda: iter(tensors), rank, torch.device("cpu"), check=check, group_timeout_s=1.0)
+
+
+def refuse(specs):
+    raise WeightSyncError(f"{specs[0].name} is unknown")
+
+
+@pytest.mark.parametrize("use", ["plan", "share", "send"])
+def test_nothing_is_sent_when_the_tensors_are_refused(use):
+    tampered = export([("x", torch.ones(2))], check=refuse)
+    calls = {
+        "plan": lambda: tampered.plan_buckets(100),
+        "share": lambda: tampered.share_bucket(0, 100, 1),
+        "send": lambda: tampered.send_weights([], 100),
+    }
+    for _ in range(2):  # not the second time either
+        with pytest.raises(WeightSyncError, match="x is unknown"):
+            calls[use]()
+    assert tampered.shared_buffers == []
+
+
+def test_other_ranks_leave_the_check_and_the_payloads_to_the_first():
+    second = export(rank=1, check=refuse)
+    assert [second.share_bucket(number, 24, 3) for number in range(len(second.plan_buckets(24)))] == [[]] * 3
+    assert second.shared_buffers == []
+
+
+def test_a_pass_ends_with_the_tensors_of_its_bucket_when_one_is_not_the_planned_one():
+    """Gathering is collective: this rank goes through what the others go through."""
+    passed = []
+
+    def tensors():
+        for name, tensor in [("a", torch.ones(6)), ("b", torch.ones(2, 2)), ("c", torch.zeros(3))]:
+            passed.append(name)
+            yield name, tensor
+
+    changing = WeightExport(tensors, 0, torch.device("cpu"), check=lambda specs: None, group_timeout_s=1.0)
+    changing.plan_buckets(1000)
+    passed.clear()
+    changing.planned_specs = [changing.planned_specs[0], changing.planned_specs[2], changing.planned_specs[1]]
+    with pytest.raises(WeightSyncError, match="the engines expect"):
+        changing.share_bucket(0, 1000, 1)
+    assert passed == ["a", "b", "c"]
+    changing.close()
+
+
+def test_there_is_one_clear_error_when_shared_memory_is_too_small(monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64, 60, 4))
+    with pytest.raises(WeightSyncError, match=r"needs 24 bytes more of shared memory .* has 4: lower"):
+        export().allocate_buffers(export().plan_buckets(24))
+    with pytest.raises(WeightSyncError):
+        shared_buffer(5)

@@ -139,7 +139,7 @@ def turns_end_twice(original, chat, messages, **_):
     return original(chat, messages, after_length=True)
 
 
-@breaks("async_rl.data.control_tokens:ControlTokens.mark", "property/chat_properties", "unit/forged_turns")
+@breaks("async_rl.data.control_tokens:ControlTokens.mark", "property/chat_properties", "unit/chat")
 def text_becomes_control_tokens(original, tokens, value, keeping):
     """The text of messages is tokenised as control tokens."""
     return value
@@ -320,13 +320,13 @@ def long_answers_count_more(original, aggregate, *rest):
     return original("token_mean", *rest)
 
 
-@breaks("trainer.losses.corrections:importance_correction", "property/loss_properties", "unit/corrections")
+@breaks("trainer.losses.corrections:importance_correction", "property/loss_properties", "unit/objectives")
 def importance_weights_are_inverted(original, importance, old, rollout, *rest):
     """Importance weights are of the behaviour over the proximal policy."""
     return original(importance, rollout, old, *rest)
 
 
-@breaks("trainer.losses.kl:kl_estimate", "property/loss_properties", "unit/corrections")
+@breaks("trainer.losses.kl:kl_estimate", "property/loss_properties", "unit/objectives")
 def kl_is_the_other_way_round(original, kind, log_probs, reference):
     """KL estimates take the inverse ratio."""
     return original(kind, reference, log_probs)
