@@ -998,11 +998,20 @@ def test_no_worker_is_to_blame_for_what_fails_everywhere() -> None:
                 workers.record_success(name)
             else:
                 workers.record_failure(name, f"{number}", f"{number}", at_once=False)
-    assert not workers.is_to_blame("w0", names[1:], have_sampled=names)
+    assert not workers.is_to_blame("w0", names[1:])
     for _ in range(16):
         workers.record_success("w1")
-    assert workers.is_to_blame("w0", ["w1"], have_sampled=names)
-    assert not workers.is_to_blame("w0", ["w1"], have_sampled=names)  # it is judged anew
+    assert workers.is_to_blame("w0", ["w1"])
+    assert not workers.is_to_blame("w0", ["w1"])  # it is judged anew
+
+
+def test_a_worker_is_to_blame_for_what_fails_in_it_while_the_only_good_one_starts_again() -> None:
+    workers = FailingWorkers()
+    workers.record_sampling("w1")  # it has ended since
+    for number in range(3):
+        assert not workers.is_to_blame("w0", ["w1"])
+        workers.record_failure("w0", f"{number}", f"{number}", at_once=True)
+    assert workers.is_to_blame("w0", ["w1"])
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])

@@ -659,10 +659,13 @@ class SimulatedWorkers:
         return bool(picked)
 
     def spoil_environment(self, index: int, for_s: float, met: Callable[[], None]) -> None:
-        """Let all agent loops of one worker raise at once for a while, also when it was restarted."""
+        """Let all agent loops of one worker raise at once for a while, also when it was restarted.
+
+        It is always the same worker: where they raise in all of them, one after the other, the run may end.
+        """
         now = asyncio.get_running_loop().time()
         if all(until_s < now for until_s in self._bad_until_s.values()):
-            self._bad_until_s = dict.fromkeys(self._pick(index), now + for_s)
+            self._bad_until_s = dict.fromkeys(self._bad_until_s or self._pick(index), now + for_s)
             self.on_bad_environment = met
 
     def _lacks_package(self, name: str) -> bool:

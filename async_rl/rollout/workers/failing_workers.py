@@ -12,8 +12,8 @@ from typing import Final
 
 _MAX_AT_ONCE: Final = 3
 """A worker is to blame when the loops of this many tasks have raised in it before they asked for an engine,
-while loops in other workers ask for engines: one broken task says nothing, and three in a row are hardly all
-so."""
+while loops in other workers ask for engines, or did before those ended: one broken task says nothing, and
+three in a row are hardly all so."""
 
 _RECENT: Final = 16
 """The number of attempts in a worker that are remembered."""
@@ -31,14 +31,17 @@ class FailingWorkers:
 
     Example:
         >>> workers = FailingWorkers()
+        >>> workers.record_sampling("w1")
         >>> for number in range(3):
         ...     workers.record_failure("w0", f"trajectory-{number}", f"task-{number}", at_once=True)
-        >>> workers.is_to_blame("w0", ["w1"], have_sampled=["w1"])
+        >>> workers.is_to_blame("w0", ["w1"])
         True
     """
 
     def __init__(self) -> None:
         """Start without attempts."""
+        self._have_sampled: set[str] = set()
+        """The workers in which loops have asked for engines."""
         self._at_once: dict[str, set[str]] = {}
         """The tasks whose loops have raised in a worker since one last asked for an engine."""
         self._recent: dict[str, deque[bool]] = {}
@@ -48,6 +51,7 @@ class FailingWorkers:
 
     def record_sampling(self, worker: str) -> None:
         """Record that a loop has asked for an engine."""
+        self._have_sampled.add(worker)
         self._at_once.pop(worker, None)
 
     def record_success(self, worker: str) -> None:
@@ -75,16 +79,18 @@ class FailingWorkers:
         """Return whether fewer loops raise at once in another worker."""
         return min(map(self.num_at_once, others), default=1 << 30) < self.num_at_once(worker)
 
-    def is_to_blame(self, worker: str, others: Collection[str], *, have_sampled: Collection[str]) -> bool:
+    def is_to_blame(self, worker: str, others: Collection[str]) -> bool:
         """Return whether attempts fail in a worker because of it, and not because of their code.
 
         Args:
             worker: The worker.
-            others: The other workers that are alive.
-            have_sampled: Those in which loops ask for engines.
+            others: The other workers, those that are starting included: what has worked in them before they
+                ended tells as much.
         """
         number = self.num_at_once(worker)
-        if number >= _MAX_AT_ONCE and any(2 * self.num_at_once(each) < number for each in have_sampled):
+        if number >= _MAX_AT_ONCE and any(
+            2 * self.num_at_once(each) < number for each in self._have_sampled.intersection(others)
+        ):
             return True
         mine = self._recent.get(worker, ())
         theirs = [result for other in others for result in self._recent.get(other, ())]

@@ -504,11 +504,7 @@ class WorkerBackend(RolloutBackend):
         may_move = worker.inboxes[message.request_id].may_move
         if moves := at_once and may_move and failures.fail_less_elsewhere(worker.name, others):
             self._choice.move(attempt)
-        if failures.is_to_blame(
-            worker.name,
-            others,
-            have_sampled=[each.name for each in self.workers.values() if each.has_sampled],
-        ):
+        if failures.is_to_blame(worker.name, others):
             worker.inboxes[message.request_id].put_message(lost if moves else message)
             raise lost
         return lost if moves else None

@@ -105,8 +105,6 @@ class WorkerHandle:
         self.inboxes: dict[int, Inbox] = {}
         self.attempts: dict[int, Attempt] = {}
         """Its running attempts, by request."""
-        self.has_sampled = False
-        """Whether one of its attempts has asked for an engine."""
         self._reported: set[int] = set()
         """The attempts that have reported their progress."""
         self._waits: dict[str, waiting] = {}
@@ -190,7 +188,6 @@ class WorkerHandle:
                 attempt.progress.clear()
             attempt.progress[each.trajectory_id] = each.report
             samples |= each.report.in_turn or each.report.num_turns > 0
-        self.has_sampled |= samples
         return samples
 
     def forget_progress(self, request_id: int) -> None:
