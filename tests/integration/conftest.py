@@ -24,9 +24,19 @@ def freed() -> Iterator[None]:
     gc.collect()
 
 
+def _layers(tmp_path_factory: pytest.TempPathFactory, number: int) -> Path:
+    from tests.support.tiny_model import build_tiny_qwen3_moe  # tests without the trainer need no torch
+
+    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / f"{number} layers", num_layers=number)
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of one layer with experts, which no test changes."""
+    return _layers(tmp_path_factory, 1)
+
+
 @pytest.fixture(scope="session")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model of two layers with experts, which no test changes."""
-    from tests.support.tiny_model import build_tiny_qwen3_moe  # tests without the trainer need no torch
-
-    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "two layers", num_layers=2)
+    return _layers(tmp_path_factory, 2)

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.test_checkpoint_specs import FIGURES
+from tests.integration.test_checkpoint_specs import config_of as spec_config
 from tests.support.emulated_layers import spawn_with_transformer_engine
 from tests.support.layer_specs import layers_of, stored_tensors
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import differing, gathered_gradients, started, trainer_config, weights
+from tests.support.trainers import differing, gathered_gradients, started, weights
 
 pytestmark = [pytest.mark.long, pytest.mark.megatron, pytest.mark.timeout(600)]
 
@@ -35,34 +37,16 @@ LAYOUTS = {
     "data": {},
 }
 SPECS = ("transformer_engine", "local")
-FIGURES = ("loss", "grad_norm", "entropy", "value_loss", "critic_grad_norm")
 CHAIN = [(spec, layout) for layout in LAYOUTS for spec in SPECS]
 """Of two ranks, each resumed from the checkpoint of the one before, the first from that of a single rank."""
 
 
 def config_of(model: Path, ranks: int, layout: dict) -> dict:
-    return trainer_config(
-        model,
-        replay=False,
-        dtype="bfloat16",
-        num_ranks=ranks,
-        layout=layout,
-        micro_batch_tokens=48,
-        loss={"advantages": "gae"},
-        critic={"lr": 1e-3},
-        # The norm is a sum over parameters in another order, which would scale all gradients.
-        optimizer={"lr": 1e-3, "clip_grad": 100.0},
-    )
+    return spec_config(model, num_ranks=ranks, layout=layout, micro_batch_tokens=48)
 
 
 def batch(seed: int):
-    return random_batch(
-        seed,
-        layers=4,
-        routing=False,
-        lengths=(13, 7, 30, 19, 5, 22),
-        group_size=6,
-    )
+    return random_batch(seed, layers=4, routing=False, group_size=6)
 
 
 def run_rank(rank: int, out: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ from tests.support.tiny_model import (
 )
 from tests.support.train_batches import random_batch
 from tests.support.trainers import differing, gradients, started, trainer_config, weights
-from trainer.megatron import shards
+from trainer.megatron import activation_offload, shards
 from trainer.worker import TrainerWorker
 
 pytestmark = [
@@ -42,11 +43,6 @@ SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.01}
 UNCLIPPED = SETTINGS | {"clip_grad": 1e3}
 """Optimizers sum the norm of the gradients in orders of their own. Its last bits, and so clipped gradients,
 depend on how the processor rounds these sums."""
-
-
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=1)
 
 
 @contextlib.contextmanager
@@ -87,9 +83,9 @@ def saved_parts(worker: TrainerWorker) -> Tensors:
 
 
 @pytest.fixture(scope="module")
-def plain(moe: Path) -> tuple[list[float], Tensors, Tensors]:
+def plain(one_layer: Path) -> tuple[list[float], Tensors, Tensors]:
     """The norms of three steps of the plain optimizer, and its weights and checkpoint after them."""
-    with training(moe, {}, optimizer=UNCLIPPED) as worker:
+    with training(one_layer, {}, optimizer=UNCLIPPED) as worker:
         return take_steps(worker, 1, 3), weights(worker), saved_parts(worker)
 
 
@@ -99,12 +95,12 @@ def plain(moe: Path) -> tuple[list[float], Tensors, Tensors]:
     ids=["overlapped", "half"],
 )
 def test_a_step_is_the_same_bit_for_bit_when_the_host_takes_it(
-    moe: Path, plain: tuple[Any, ...], more: dict[str, Any]
+    one_layer: Path, plain: tuple[Any, ...], more: dict[str, Any]
 ) -> None:
     from tests.support.emulated_optimizers import HostTensor
 
     norms, wanted, parts = plain
-    with training(moe, OFFLOAD | more, optimizer=UNCLIPPED) as worker:
+    with training(one_layer, OFFLOAD | more, optimizer=UNCLIPPED) as worker:
         assert take_steps(worker, 1, 3) == pytest.approx(norms, rel=1e-6)
         assert not differing(weights(worker), wanted)
         assert not differing(saved_parts(worker), parts)
@@ -121,9 +117,9 @@ def test_a_step_is_the_same_bit_for_bit_when_the_host_takes_it(
     ids=["to-host", "from-host", "host-to-moments", "moments"],
 )
 def test_a_run_continues_when_its_optimizer_moves(
-    moe: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
+    one_layer: Path, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    with training(moe, before, optimizer=UNCLIPPED) as worker:
+    with training(one_layer, before, optimizer=UNCLIPPED) as worker:
         take_steps(worker, 1, 2)
         worker.save_checkpoint(str(tmp_path), {})
         worker.saved_checkpoint(wait=True)
@@ -131,7 +127,7 @@ def test_a_run_continues_when_its_optimizer_moves(
         take_steps(worker, 3, 3)
         wanted = weights(worker)
     rounded = MOMENTS in (before, after)
-    with training(moe, after, tmp_path, optimizer=UNCLIPPED) as worker:
+    with training(one_layer, after, tmp_path, optimizer=UNCLIPPED) as worker:
         if after is not MOMENTS or before is MOMENTS:
             assert not differing(saved_parts(worker), parts)
         take_steps(worker, 3, 3)
@@ -139,11 +135,11 @@ def test_a_run_continues_when_its_optimizer_moves(
         torch.testing.assert_close(weights(worker), wanted, **tolerance)
 
 
-def test_moments_of_bfloat16_move_weights_by_their_rounding_only(moe: Path) -> None:
-    with training(moe, {}) as worker:
+def test_moments_of_bfloat16_move_weights_by_their_rounding_only(one_layer: Path) -> None:
+    with training(one_layer, {}) as worker:
         before = weights(worker)
         norms, wanted = take_steps(worker, 1, 3), weights(worker)
-    with training(moe, MOMENTS) as worker:
+    with training(one_layer, MOMENTS) as worker:
         # Gradients of the first step are the same, also clipped: nothing was rounded yet.
         found = take_steps(worker, 1, 3)
         assert found[0] == pytest.approx(norms[0], rel=1e-6)
@@ -161,8 +157,8 @@ def test_moments_of_bfloat16_move_weights_by_their_rounding_only(moe: Path) -> N
         assert 0 < apart < (0.02**2) * moved
 
 
-def test_the_device_holds_one_set_of_weights_while_the_reference_is_in_place(moe: Path) -> None:
-    with started(trainer_config(moe, loss={"kl": {"coefficient": 0.1}})) as worker:
+def test_the_device_holds_one_set_of_weights_while_the_reference_is_in_place(one_layer: Path) -> None:
+    with started(trainer_config(one_layer, loss={"kl": {"coefficient": 0.1}})) as worker:
         reference = weights(worker)
         take_steps(worker, 1, 1)
         policy = weights(worker)
@@ -240,8 +236,60 @@ def run_rank(rank: int, model: Path, out: Path) -> dict[str, Tensors]:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_ranks_take_the_same_steps_when_their_optimizers_are_on_the_host(
-    moe: Path, tmp_path: Path
+    one_layer: Path, tmp_path: Path
 ) -> None:
-    found, _ = run_ranks(run_rank, moe, tmp_path)
+    found, _ = run_ranks(run_rank, one_layer, tmp_path)
     plain, *others = found.values()
     assert not any(differing(other, plain) for other in others)
+
+
+# -- inputs of layers that are on the host until their backward pass ----------------------------------
+
+
+LAYERS, HIDDEN = 4, 32
+
+
+class Elsewhere:
+    """A copy of which torch knows nothing, as it knows nothing of the host's while it counts a device's."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._bits = np.array(tensor.detach().view(torch.uint8).numpy())
+        self._dtype = tensor.dtype
+        self.nbytes = self._bits.nbytes
+
+    def to(self, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        return torch.from_numpy(self._bits).clone().view(self._dtype).to(device)
+
+
+@pytest.mark.parametrize("replay", ["r3", "r2"])
+def test_a_step_is_the_same_when_inputs_of_layers_are_on_the_host(
+    tmp_path: Path, replay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moe = build_tiny_qwen3_moe(tmp_path / "moe", num_layers=LAYERS)
+    kept: list[Elsewhere] = []
+
+    def copy(tensor: torch.Tensor) -> Elsewhere:
+        kept.append(Elsewhere(tensor))
+        return kept[-1]
+
+    found, peaks = [], []
+    for offload in (False, True):
+        config = trainer_config(
+            moe, replay=replay, recompute="offload" if offload else "full", micro_batch_tokens=1024
+        )
+        with started(config) as worker:
+            batch = random_batch(1, layers=LAYERS, lengths=(300, 280), group_size=2)
+            worker.train_on(batch, 1)  # the optimizer's state
+            if offload:
+                monkeypatch.setattr(activation_offload, "copy_to_host", copy)
+            with PeakBytes() as live:
+                worker.train_on(batch, 2)
+            found.append(gradients(worker))
+            peaks.append(live.peak)
+    assert not differing(*found)
+    hidden = 580 * HIDDEN * 4
+    assert len(kept) >= LAYERS
+    assert {each.nbytes for each in kept} == {hidden}
+    # The peak is in the backward pass of the last layer: the inputs of the others are not there then.
+    assert peaks[0] - peaks[1] >= (LAYERS - 2) * hidden

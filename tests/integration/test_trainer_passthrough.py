@@ -17,7 +17,6 @@ from tests.support.tiny_model import (
     build_tiny_mixtral,
     build_tiny_qwen2_moe,
     build_tiny_qwen3,
-    build_tiny_qwen3_moe,
 )
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
@@ -55,11 +54,6 @@ CHOSEN = {
 """What the trainer sets and the config may set otherwise."""
 
 
-@pytest.fixture(scope="module")
-def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_tiny_qwen3_moe(tmp_path_factory.mktemp("models") / "moe", num_layers=1)
-
-
 def one_step(model: Path, passed: dict[str, Any], **trainer: Any) -> dict[str, torch.Tensor]:
     """Return the gradients of a step."""
     with started(trainer_config(model, megatron=passed, **trainer)) as worker:
@@ -90,10 +84,10 @@ def test_whatever_the_trainer_sets_is_owned_or_may_be_chosen(
     assert seen & ALLOWED <= CHOSEN
 
 
-def test_fields_of_the_model_and_of_the_optimizer_have_an_effect(moe: Path) -> None:
-    plain = one_step(moe, {}, dtype="bfloat16")
+def test_fields_of_the_model_and_of_the_optimizer_have_an_effect(one_layer: Path) -> None:
+    plain = one_step(one_layer, {}, dtype="bfloat16")
     passed = {"moe_router_dtype": "fp32", "apply_wd_to_qk_layernorm": True}
-    config = trainer_config(moe, megatron=passed, dtype="bfloat16", optimizer={"weight_decay": 0.1})
+    config = trainer_config(one_layer, megatron=passed, dtype="bfloat16", optimizer={"weight_decay": 0.1})
     with started(config) as worker:
         worker.train_on(random_batch(1, layers=1), 1)
         found = gradients(worker)
@@ -112,8 +106,8 @@ def test_fields_of_the_model_and_of_the_optimizer_have_an_effect(moe: Path) -> N
 
 
 @pytest.fixture(scope="module")
-def plain(moe: Path) -> dict[str, torch.Tensor]:
-    return one_step(moe, {})
+def plain(one_layer: Path) -> dict[str, torch.Tensor]:
+    return one_step(one_layer, {})
 
 
 @pytest.mark.parametrize(
@@ -128,10 +122,10 @@ def plain(moe: Path) -> dict[str, torch.Tensor]:
     ids=str,
 )
 def test_gradients_are_equal_when_a_field_only_changes_how_they_are_computed(
-    moe: Path, plain: dict[str, torch.Tensor], passed: dict[str, Any], exact: bool
+    one_layer: Path, plain: dict[str, torch.Tensor], passed: dict[str, Any], exact: bool
 ) -> None:
     tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-6}
-    torch.testing.assert_close(one_step(moe, passed), plain, **tolerance)
+    torch.testing.assert_close(one_step(one_layer, passed), plain, **tolerance)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -173,26 +167,26 @@ def test_ranks_have_the_gradients_of_one_when_fields_are_passed(
     torch.testing.assert_close(ranks[name], ranks["one"], rtol=1e-4, atol=1e-6)
 
 
-def test_a_rank_refuses_what_check_would(moe: Path) -> None:
+def test_a_rank_refuses_what_check_would(one_layer: Path) -> None:
     for passed, words in (
         ({"moe_router_dtyp": "fp32"}, "near it are moe_router_dtype"),
         ({"moe_permute_fusion": True}, "works on GPUs only"),
         ({"num_layers": 3}, "num_layers cannot be set: the trainer decides it"),
     ):
-        with pytest.raises(ConfigError, match=words), started(trainer_config(moe, megatron=passed)):
+        with pytest.raises(ConfigError, match=words), started(trainer_config(one_layer, megatron=passed)):
             pass
 
 
-def test_a_run_continues_with_other_fields(moe: Path, tmp_path: Path) -> None:
+def test_a_run_continues_with_other_fields(one_layer: Path, tmp_path: Path) -> None:
     batches = [random_batch(seed, layers=1) for seed in (1, 2)]
-    with started(trainer_config(moe)) as worker:
+    with started(trainer_config(one_layer)) as worker:
         worker.train_on(batches[0], 1)
         worker.save_checkpoint(str(tmp_path), {})
         worker.saved_checkpoint(wait=True)
         worker.train_on(batches[1], 2)
         wanted = weights(worker), training_state(worker)
     passed = {"moe_router_dtype": "fp32", "deterministic_mode": True}
-    with started(trainer_config(moe, megatron=passed), tmp_path) as worker:
+    with started(trainer_config(one_layer, megatron=passed), tmp_path) as worker:
         assert worker.num_steps == 1
         worker.train_on(batches[1], 2)
         assert not differing(weights(worker), wanted[0])

@@ -128,7 +128,7 @@ EFFECTS: Final[dict[str, str]] = {
     "trainer.loss.kl.coefficient": "tests/unit/test_objectives.py::test_the_loss_changes_with_each_setting[{'kl': {'coefficient': 0.1}}]",
     "trainer.loss.kl.estimator": "tests/unit/test_objectives.py::test_the_loss_changes_with_each_setting[{'kl': {'coefficient': 0.5, 'estimator': 'k2'}}]",
     "trainer.loss.kl.where": "tests/unit/test_objectives.py::test_the_loss_changes_with_each_setting[{'kl': {'coefficient': 0.5, 'where': 'reward'}}]",
-    "trainer.loss.teacher.model": "tests/simulation/test_models.py::test_a_teacher_is_never_updated",
+    "trainer.loss.teacher.model": "tests/simulation/test_loop.py::test_a_teacher_is_never_updated",
     "trainer.loss.teacher.coefficient": "tests/unit/test_teacher.py::test_the_reward_of_a_token_is_what_the_teacher_finds_it_likelier[coefficient]",
     "trainer.loss.teacher.where": "tests/unit/test_teacher.py::test_the_reward_of_a_token_is_what_the_teacher_finds_it_likelier[where]",
     "trainer.loss.teacher.only": "tests/unit/test_teacher.py::test_the_reward_of_a_token_is_what_the_teacher_finds_it_likelier[only]",

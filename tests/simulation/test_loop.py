@@ -1,5 +1,7 @@
 """The whole loop on simulated engines, with the real components except engines and trainer."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import math
@@ -8,11 +10,13 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 
 from async_rl.config import Config
 from async_rl.engine_protocol import Engine
 from async_rl.engines.sglang.server import free_port
+from async_rl.engines.simulated import scored_tokens
 from async_rl.errors import AsyncRLError, NonFiniteLoss
 from async_rl.observability.discovery import URL_FILE
 from async_rl.observability.metrics import Metrics
@@ -24,6 +28,8 @@ from async_rl.types import Completion, Task
 from tests.support.local_cluster import LocalCluster
 from tests.support.ray_runs import make_run_folder
 from tests.support.run_config import config_with
+from verification.simulation.__main__ import run_seed
+from verification.simulation.simulated_models import score_seed
 
 
 def count_tokens(task: Task, completion: Completion) -> float:
@@ -324,3 +330,32 @@ async def test_what_was_trained_after_the_checkpoint_comes_again_when_the_traine
     assert [line["step"] for line in logged] == [1, 2, 3, 4]
     assert [line["critic/rewards/mean"] for line in logged] == [record.reward_mean for record in records]
     assert sum("disk full" in message for message in caplog.messages) == 2  # once an incarnation
+
+
+# -- runs with a teacher ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 8), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("kinds", [("models",), ("models", "workers")], ids="+".join)
+def test_every_trained_token_has_its_score_when_a_seed_decides_what_goes_wrong(
+    kinds: tuple[str, ...], seeds: range
+) -> None:
+    failed = {seed: found.violations for seed in seeds if (found := run_seed(seed, kinds)).violations}
+    assert failed == {}
+
+
+async def test_a_teacher_is_never_updated(calculator: Path, tmp_path: Path) -> None:
+    models = f"models={{teacher: {{path: {calculator / 'model'}, num_engines: 2}}}}"
+    config = make_config(calculator, tmp_path, models, "trainer.loss.teacher.model=teacher")
+    cluster = LocalCluster(config, step_s=0.02)
+    summary = await run(config, cluster)
+    assert summary.weight_versions == 6
+    for engine in cluster.models["teacher"].engines:
+        assert (await engine.health()).weight_version == 0
+    assert {(await engine.health()).weight_version for engine in cluster.engines} == {6}
+    for batch in cluster.trainer.batches:
+        assert batch.teacher_log_probs is not None
+        for start, end in zip(batch.offsets, batch.offsets[1:], strict=False):
+            wanted = scored_tokens(batch.token_ids[start:end].tolist(), 0, score_seed("teacher"))
+            sampled = batch.loss_mask[start:end]
+            assert np.array_equal(batch.teacher_log_probs[start:end], np.where(sampled, wanted, 0))
