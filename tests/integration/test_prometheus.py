@@ -35,7 +35,7 @@ from monitoring.dashboard import dashboard
 from tests.support.environment import program
 from tests.support.recorded_series import INTERVAL_S, RecordedSeries
 from tests.support.troubled_run import TroubledCluster, settings
-from tests.unit.test_dashboards import expressions
+from tests.unit.test_monitoring import expressions
 
 NO_VALUES = ("async_rl_hand_over_", "async_rl_length_ks")
 """Metrics without values in this run: it shares no devices, and trains too few trajectories."""

@@ -3,11 +3,13 @@
 import asyncio
 import os
 import sqlite3
+from pathlib import Path
 
 import psutil
 import pytest
 
 from async_rl import placement
+from async_rl.observability.records import Summary
 from async_rl.rollout.workers.worker import GRANT_S
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.fateful_loop import BLOCK_S, FATE
@@ -25,34 +27,48 @@ def is_running(pid: int) -> bool:
         return False
 
 
-async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
-    calculator, tmp_path, monkeypatch, caplog
-):
-    plan, fate = tmp_path / "deaths.json", tmp_path / "fate"
+async def run_with_workers(
+    calculator: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> tuple[Summary, Path]:
+    """Run with two rollout workers until all steps are done; return the summary and the run folder."""
+    plan = tmp_path / "deaths.json"
     plan.write_text("[]")
-    fate.mkdir()
-    monkeypatch.setenv(PLAN, str(plan))
-    monkeypatch.setenv(FATE, str(fate))
+    for name, value in ((PLAN, plan), (FATE, tmp_path / "fate"), (CALLS, tmp_path)):
+        monkeypatch.setenv(name, str(value))
+    (tmp_path / "fate").mkdir()
     config = make_config(
         calculator,
         tmp_path,
         "engine={kind: sglang, num_engines: 2, device: cpu}",
         "routing.replay=off",
         "rollout.num_workers=2",
+        "rollout.max_attempts=1",
+        "trainer.worker=tests.support.mortal_rank:MortalRank",
+        *overrides,
+    )
+    run_dir = make_run_folder(config)
+    summary = await placement.run(config, run_dir, asyncio.Event(), None, QuickServer)
+    assert_conserved(summary)
+    assert summary.trajectories.dropped == {}  # with one attempt each: no attempt failed
+    return summary, run_dir
+
+
+async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
+    calculator, tmp_path, monkeypatch, caplog
+):
+    caplog.set_level("INFO", "async_rl")
+    summary, run_dir = await run_with_workers(
+        calculator,
+        tmp_path,
+        monkeypatch,
         "rollout.worker_stall_s=60",
         "rollout.agent_loop=tests.support.fateful_loop:FatefulLoop",
         "rollout.reward=tests.support.fateful_loop:rewarded",
-        "rollout.max_attempts=1",
-        "trainer.worker=tests.support.mortal_rank:MortalRank",
         "run.max_steps=4",
     )
-    run_dir = make_run_folder(config)
-    caplog.set_level("INFO", "async_rl")
-    summary = await placement.run(config, run_dir, asyncio.Event(), None, QuickServer)
     assert summary.weight_versions == 4
     assert summary.trajectories.trained == 4 * 16
-    assert summary.trajectories.dropped == {}  # with one attempt each: no attempt failed
-    assert_conserved(summary)
+    fate = tmp_path / "fate"
     died = (fate / "died").read_text()
     assert f"trajectory {died} continues in another worker" in caplog.text
     assert "it is restarted, and its attempts go on in other workers" in caplog.text
@@ -73,28 +89,16 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
 async def test_code_that_blocks_a_worker_idles_engines_no_longer_than_its_grants(
     calculator, tmp_path, monkeypatch, caplog, stall_s
 ):
-    plan = tmp_path / "deaths.json"
-    plan.write_text("[]")
-    for name, value in ((PLAN, plan), (FATE, tmp_path), (CALLS, tmp_path)):
-        monkeypatch.setenv(name, str(value))
-    config = make_config(
+    caplog.set_level("INFO", "async_rl")
+    await run_with_workers(
         calculator,
         tmp_path,
-        "engine={kind: sglang, num_engines: 2, device: cpu}",
-        "routing.replay=off",
-        "rollout.num_workers=2",
+        monkeypatch,
         f"rollout.worker_stall_s={stall_s}",
         "rollout.max_staleness=60",
         "rollout.agent_loop=tests.support.fateful_loop:BlockingLoop",
-        "rollout.max_attempts=1",
-        "trainer.worker=tests.support.mortal_rank:MortalRank",
         "run.max_steps=60",
     )
-    run_dir = make_run_folder(config)
-    caplog.set_level("INFO", "async_rl")
-    summary = await placement.run(config, run_dir, asyncio.Event(), None, QuickServer)
-    assert_conserved(summary)
-    assert summary.trajectories.dropped == {}  # one loss of its worker ends no attempt
     was_replaced = "it is restarted, and its attempts go on in other workers" in caplog.text
     assert was_replaced is (stall_s < BLOCK_S)
     # An update that begins meanwhile waits until the grants of the worker have expired, and no longer.

@@ -159,17 +159,6 @@ def test_reference_pass_routes_natively_when_actors_replay_around_it(moe):
         assert not differing(gradients(worker), expected)
 
 
-@pytest.mark.case(33)
-def test_batch_is_refused_when_its_rows_are_of_another_model(worker):
-    batch = random_batch(layers=(0, 2))
-    before = log_probs_of(worker, batch)
-    with pytest.raises(AlignmentError, match="another model than the trainer's"):
-        worker.train_on(replace(batch, num_experts=16), 1)
-    with pytest.raises(AlignmentError, match="carries no routing rows"):
-        worker.train_on(random_batch(routing=False), 1)
-    np.testing.assert_array_equal(log_probs_of(worker, batch), before)
-
-
 @pytest.mark.case(48)
 def test_replay_is_refused_when_the_model_is_dense(tmp_path):
     path = build_tiny_qwen3(tmp_path / "dense")

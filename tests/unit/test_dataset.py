@@ -40,13 +40,6 @@ def test_row_becomes_a_task_when_it_is_jsonl(tmp_path: Path):
     assert third.messages == [{"role": "user", "content": "Say ho."}]
 
 
-def test_keys_are_the_configs_when_it_names_others(tmp_path: Path):
-    path = write_jsonl(tmp_path, {"q": "Hi?", "a": 1, "key": "x", "answer": "kept"})
-    config = DataConfig(path=str(path), keys={"messages": "q", "answer": "a", "id": "key"})
-    (task,) = load_tasks(config)
-    assert (task.task_id, task.answer, task.metadata) == ("x", 1, {"answer": "kept"})
-
-
 NAMED_FIELDS: dict[str, tuple[Any, Callable[[Task], Any]]] = {
     "messages": (MESSAGES, lambda task: task.messages),
     "answer": ("4", lambda task: task.answer),
@@ -305,13 +298,6 @@ def test_slimes_row_is_a_task_as_it_is_when_tools_are_objects_or_text(tmp_path: 
     assert (task.messages, task.answer, task.metadata) == (MESSAGES, "4", {"level": 2})
     assert task.tools == TOOLS
     assert tasks.datasets[0].schema == "slime"
-
-
-def test_the_schema_is_the_configs_when_it_names_one(tmp_path: Path):
-    path = write_jsonl(tmp_path, {"prompt": "Hi?", "answer": "a", "label": "l", "extra_info": {"index": 3}})
-    config = DataConfig(path=str(path), schema="plain", keys={"id": "extra_info.index"})
-    tasks = load_tasks(config)
-    assert (tasks[0].answer, tasks[0].task_id, tasks.datasets[0].detected) == ("a", "3", False)
 
 
 def test_ten_malformed_examples_are_named_when_a_file_has_more(tmp_path: Path):

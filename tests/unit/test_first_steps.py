@@ -297,16 +297,6 @@ def test_a_fixed_port_is_refused_before_a_start_when_two_processes_would_need_it
     assert "rollout.num_workers is 2: all of them, on this machine, would serve at it" in workers
 
 
-def test_a_module_beside_the_config_is_found_from_another_folder(
-    beside: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["rollout.agent_loop=code_beside:Fine", "rollout.reward=code_beside:good"]
-    assert main(["check", str(beside), *words]) == 0
-    assert "agent loop: code_beside:Fine, of 2 tasks" in capsys.readouterr().out
-    assert main(["check", str(beside), "rollout.agent_loop=nowhere_at_all:Loop"]) == 2
-    assert f"a file in {Path.cwd()} or {beside.parent}" in capsys.readouterr().err
-
-
 # -- supervised configs, and the schema --------------------------------------------------------------------
 
 

@@ -120,14 +120,6 @@ def test_the_run_ends_with_the_last_cause_when_failures_and_filters_leave_no_gro
         untrained.record_group(TOO_FEW, {"a": "agent_loop_error", "b": "straggler"}, cause)
 
 
-def test_filtering_ends_with_the_remedy_when_no_group_carries_signal() -> None:
-    untrained = UntrainedGroups(limit=3)
-    for decision in (NO_SIGNAL, NO_SIGNAL, NO_SIGNAL, TRAIN, NO_SIGNAL, NO_SIGNAL, NO_SIGNAL):
-        untrained.record_group(decision, {}, None)
-    with pytest.raises(AsyncRLError, match=r"4 groups in a row .* rollout\.dynamic_filtering=false"):
-        untrained.record_group(NO_SIGNAL, {}, None)
-
-
 def test_a_group_is_as_old_as_its_oldest_token_the_running_call_included() -> None:
     """Not as its newest: what fresh weights resumed began under old ones (verl issue 7569)."""
     group = group_of("young", "running")

@@ -245,15 +245,6 @@ def test_changes_wait_for_another_try_when_the_database_cannot_be_written(ledger
     assert audit_ledger(ledger).in_flight == 2
 
 
-def test_a_ledger_of_another_version_is_refused(ledger: Ledger, path: Path) -> None:
-    ledger.close()
-    with sqlite3.connect(path) as database:
-        database.execute("UPDATE meta SET value = 99")
-    database.close()
-    with pytest.raises(AsyncRLError, match="schema 99"):
-        Ledger(path)
-
-
 def test_what_has_ended_is_remembered_until_its_group_is_queued(ledger: Ledger, path: Path) -> None:
     dispatch(ledger, 0)
     ledger.record_attempt("g0-0", 2)

@@ -1,17 +1,20 @@
-"""The files around the dashboard: Prometheus' config, alert rules, Docker Compose, provisioning."""
+"""What monitoring ships: rules and alerts, dashboards that name only metrics that exist, services."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.unit.test_dashboards import exposed
+from async_rl.observability.metrics import Metrics
+from monitoring import dashboard, picture
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "monitoring"
@@ -104,3 +107,59 @@ def test_mounts_are_read_only_and_exist() -> None:
     assert {mount[2] for mount in ours} == {"ro"}
     missing = [mount[0] for mount in ours if not (MONITORING / mount[0]).exists()]
     assert set(missing) <= {"../runs/.prometheus"}  # made by `make monitor`
+
+
+# -- the shipped dashboards name only metrics that exist ----------------------------------------------
+
+
+DASHBOARDS = sorted((MONITORING / "grafana" / "dashboards").glob("*.json"))
+
+
+def exposed() -> set[str]:
+    """Return the names of all series that a driver serves."""
+    names = set()
+    for family in Metrics().registry.collect():
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+        names |= {family.name + suffix for suffix in suffixes}
+    return names
+
+
+def expressions(node: Any) -> Iterator[str]:
+    """Yield every query of a dashboard, including those of its variables."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key in ("expr", "definition") or (key == "query" and isinstance(value, str)):
+                yield value
+            else:
+                yield from expressions(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from expressions(value)
+
+
+def unknown(shown: Any) -> set[str]:
+    """Return metric names in a dashboard that no driver serves."""
+    # Label values, in quotes, are no metrics.
+    named = {
+        name
+        for text in expressions(shown)
+        for name in re.findall(r"\basync_rl_\w+", re.sub(r'"[^"]*"', '""', text))
+    }
+    return named - exposed()
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_a_dashboard_names_only_metrics_that_exist(path: Path) -> None:
+    shown = json.loads(path.read_text())
+    assert unknown(shown) == set()
+    assert len(list(expressions(shown))) > 20
+
+
+def test_dashboard_and_picture_are_what_the_panels_say() -> None:
+    assert dashboard.PATH.read_text() == dashboard.written(), "run `make docs`"
+    assert picture.PATH.read_text() == picture.picture(), "run `make docs`"
+
+
+def test_every_metric_is_on_the_dashboard() -> None:
+    text = dashboard.PATH.read_text()
+    assert {family.name for family in Metrics().registry.collect() if family.name not in text} == set()

@@ -40,41 +40,6 @@ def ids_of(trajectory) -> list[int]:
     return trajectory.token_ids[PROMPT:].tolist()
 
 
-@pytest.mark.case(11)
-async def test_routing_is_replaced_and_never_concatenated_when_resumed():
-    b = bench(
-        [
-            lambda r: sampled(5, "abort", 0, prompt=PROMPT),
-            lambda r: sampled(4, "abort", 1, prompt=PROMPT + 5),
-            lambda r: sampled(3, "stop", 2, prompt=PROMPT + 9),
-        ]
-    )
-    await b.session.generate()
-    trace = (await b.finish()).trace
-    assert len(trace.rows) == PROMPT + 12 - 1
-    assert (trace.rows[:, 0, 0] == 2).all()  # every row was computed under version 2
-    assert trace.spans == (VersionSpan(start=0, end=18, weight_version=2),)
-    assert b.engines[0].decoded == 1  # what was replaced was never decoded
-
-
-@pytest.mark.case(13, 25)
-async def test_rows_are_recovered_by_a_prefill_without_tokens_when_the_last_call_had_none():
-    b = bench(
-        [
-            lambda r: sampled(5, "abort", 0, prompt=PROMPT),
-            lambda r: sampled(11, "abort", 1, prompt=PROMPT + 5, rows=False),
-            lambda r: sampled(0, "length", 2, prompt=len(r.input_ids)),
-        ]
-    )
-    turn = await b.session.generate()
-    trajectory = await b.finish()
-    assert turn.finish_reason == "length"  # the budget of 16 was used up by 5 and 11
-    assert b.engines[0].requests[-1].max_new_tokens == 0
-    assert len(ids_of(trajectory)) == 16
-    assert trajectory.trace.valid.all()
-    assert (trajectory.trace.rows[:, 0, 0] == 2).all()
-
-
 async def test_a_turn_that_is_continued_is_one_message_and_one_text():
     """So that rewards see the whole answer."""
     b = bench(

@@ -127,15 +127,6 @@ def test_nothing_is_started_when_a_line_of_the_records_is_damaged(tmp_path: Path
         train(path, [], finishes)
 
 
-def test_a_folder_is_refused_while_another_process_runs_in_it(tmp_path: Path) -> None:
-    path = write_run(tmp_path)
-    assert train(path, [], finishes) == 0
-    with (tmp_path / "runs" / "tiny" / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        with pytest.raises(ConfigError, match="another process"):
-            train(path, [], finishes)
-
-
 @pytest.mark.parametrize(("name", "kind"), [("spool", "folder"), ("logs", "folder"), ("url", "file")])
 def test_a_folder_is_refused_in_which_something_else_has_the_name_of_what_a_run_keeps(
     tmp_path: Path, name: str, kind: str

@@ -663,17 +663,3 @@ async def test_frames_are_found_when_the_run_was_moved(tmp_path: Path) -> None:
     batch = await moved.take()
     assert read_trajectories(batch).num_trajectories == 4
     moved.queue.close()
-
-
-async def test_restored_groups_are_consumed_within_the_bound_when_the_trainer_went_back(
-    tmp_path: Path,
-) -> None:
-    first = Run(tmp_path, step=7)
-    await first.ready("a", "b", version=7)
-    second = first.again(step=4)
-    assert (await second.take(4)).staleness == (0, 0, 0, 0)
-    third = second.again(step=4)
-    assert await third.queue.next_batch(6, wait=False) is None  # they count as sampled by version 4
-    assert third.queue.groups.ledger.counts().dropped == {"too_stale": 4}
-    for run in (first, second, third):
-        run.queue.close()

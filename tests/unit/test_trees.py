@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from msgspec.structs import replace
 
-from async_rl.config import parse_config
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.store.frames import find_flaws
 from async_rl.store.journal import Journal, JournalEntry
@@ -117,10 +115,3 @@ def test_a_group_is_as_old_as_its_oldest_branch_that_a_restart_has_not_come_to_y
     group.end_sibling("b", [StoredTrajectory.of(each) for each in tree("b")])
     assert [t.trajectory_id for t in group.trajectories] == ["a", "a.1", "b"]
     assert group.sampled_lengths() == {"a": 6, "a.1": 3, "b": 6}
-
-
-def test_a_group_of_one_is_a_config_error_unless_it_may_branch() -> None:
-    config = {"model": {"path": "m"}, "data": {"path": "d"}, "rollout": {"group_size": 1, "max_branches": 2}}
-    assert parse_config(config).rollout.max_branches == 2
-    with pytest.raises(ValueError, match=r"group_size is 1"):
-        parse_config({**config, "rollout": {"group_size": 1}})
