@@ -40,8 +40,6 @@ class EvaluationConfig(Strict, frozen=True, kw_only=True):
     timeout_s: PositiveFloat = 1800.0
     """Maximum duration of an evaluation, seconds; a longer one is cancelled, and its version marked as
     missing."""
-    keep_answers: NonNegativeInt = 5
-    """Number of newest evaluations whose answers are kept for `async-rl inspect`; 0 keeps none."""
 
     @property
     def enabled(self) -> bool:

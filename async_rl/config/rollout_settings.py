@@ -174,6 +174,11 @@ class RolloutConfig(Strict, frozen=True, kw_only=True):
     """The run ends with an error when more than this share of the last 100 trajectories failed."""
 
     @property
+    def min_siblings(self) -> int:
+        """How many siblings a group needs to be trained; a group of one has nobody to wait for."""
+        return min(self.min_group_size, self.group_size)
+
+    @property
     def needs_masks(self) -> bool:
         """Whether sampling is truncated, and the kept tokens are replayed in training."""
         return self.replay_sampling and (self.top_p < 1 or self.top_k != -1 or self.min_p > 0)

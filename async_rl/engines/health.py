@@ -29,7 +29,7 @@ from async_rl.errors import CallLost, EngineBusy, EngineError, EngineTimeout, Lo
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.devices import detect_device
 from async_rl.runtime.supervision import Nursery
-from async_rl.runtime.waits import waiting
+from async_rl.runtime.waits import sleep_idle, waiting
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +139,7 @@ async def watch_calls(
     interval_s, first_call_s = _interval_s(config), first_call_limit(config)
     while True:
         expected_s = clock() + interval_s
-        with waiting("idle"):
-            await asyncio.sleep(interval_s)
+        await sleep_idle(interval_s)
         late_s = clock() - expected_s
         if late_s > interval_s:
             log.warning("the event loop stalled for %.1f s: this health check is skipped", late_s)

@@ -25,7 +25,7 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import ConfigError, EngineError
 from async_rl.runtime.supervision import Nursery
-from async_rl.runtime.waits import waiting
+from async_rl.runtime.waits import sleep_idle
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +93,7 @@ class EngineMembership:
             for url, engine_id in self._leaving.items():  # an earlier call was cancelled
                 leaving.start_task(f"{engine_id} leaves", self._drain_and_remove(engine_id, url))
             while True:
-                with waiting("idle"):
-                    await asyncio.sleep(REREAD_S)
+                await sleep_idle(REREAD_S)
                 before = seen
                 try:
                     seen = await asyncio.to_thread(read_urls, self._path)

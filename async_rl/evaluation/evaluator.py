@@ -36,12 +36,13 @@ from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, AttemptEnd, LostWorkers, attempt_boundary
+from async_rl.rollout.backend import rewards_of_group
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.rollout.workers.worker_backend import OpenWorker
 from async_rl.runtime.supervision import Nursery, first_error, services
-from async_rl.runtime.threads import run_uncancellable
-from async_rl.runtime.waits import acting, progressed, waiting
+from async_rl.runtime.threads import run_to_end
+from async_rl.runtime.waits import acting, progressed, sleep_idle, waiting
 from async_rl.store.archive import Archive
 from async_rl.store.spool import AnswerSpool
 from async_rl.types import StoredCompletion, StoredTrajectory, Task, without_turn_rewards
@@ -218,9 +219,7 @@ class _EvaluationRun:
 
     async def delete_completions(self) -> None:
         """Delete what answers left in files."""
-        _, cancelled = await run_uncancellable(None, self._spool.delete)
-        if cancelled is not None:
-            raise cancelled
+        await run_to_end(self._spool.delete)
 
     @property
     def num_ended(self) -> int:
@@ -236,8 +235,7 @@ class _EvaluationRun:
         async def show_each_second(show: Callable[[int], None]) -> None:
             while True:
                 show(self.num_ended)
-                with waiting("idle"):
-                    await asyncio.sleep(1.0)
+                await sleep_idle(1.0)
 
         shown = {} if show_ended is None else {"progress": partial(show_each_second, show_ended)}
         async with (
@@ -317,18 +315,11 @@ class _EvaluationRun:
     async def _score_group(self, group: _AnswerGroup) -> None:
         """Score all answers of a task by one call; drop those that it fails."""
         completions = [completion for _, _, completion in group.unscored.values()]
-        results: Sequence[dict[str, float] | RewardError]
-        try:
-            with attempt_boundary():
-                results = await self._backend.score_group(group.task, completions)
-        except ATTEMPT_ERRORS as error:
-            log.info("the answers to task %s: %s", group.task.task_id, error)
-            results = [error if isinstance(error, RewardError) else RewardError(str(error))] * len(
-                completions
-            )
+        results = await rewards_of_group(self._backend, group.task, completions)
         await asyncio.to_thread(self._spool.discard, completions)
         for (stored, number, _), parts in zip(group.unscored.values(), results, strict=True):
             if isinstance(parts, RewardError):
+                log.info("an answer to task %s: %s", group.task.task_id, parts)
                 self._drop_answer(parts)
             else:
                 self._count_answer(group, stored.with_reward(parts), number)

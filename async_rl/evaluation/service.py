@@ -45,7 +45,7 @@ from async_rl.observability.evaluation_record import (
 )
 from async_rl.runtime.shortages import wait_out_shortage, writing
 from async_rl.runtime.supervision import Nursery, first_error, services
-from async_rl.runtime.threads import run_uncancellable
+from async_rl.runtime.threads import run_to_end
 from async_rl.runtime.waits import acting, waiting
 from async_rl.store import archive
 from async_rl.store.archive import Archive
@@ -54,6 +54,9 @@ log = logging.getLogger(__name__)
 
 FOLDER: Final = "evaluations"
 """Subfolder of the run's folder: one folder per version, with the answers for `async-rl inspect`."""
+
+KEPT_ANSWERS: Final = 5
+"""Evaluations whose answers are kept: the newest."""
 
 _MAX_REFRESHES: Final = 3
 """How often reserved engines are updated to a newer version; those that still differ are left out."""
@@ -181,9 +184,7 @@ class EvaluationService:
         self._evaluated = max(version, record.weight_version)
         record, records = self._log_evaluation(record), evaluation_record_log(self._run_dir / FILE)
         with writing(records.path):
-            _, cancelled = await run_uncancellable(None, lambda: records.append(record))
-        if cancelled is not None:
-            raise cancelled
+            await run_to_end(lambda: records.append(record))
 
     async def _evaluate(self, version: int) -> EvaluationRecord:
         """Evaluate this version, or a later one if the engines have been updated meanwhile."""
@@ -219,8 +220,7 @@ class EvaluationService:
             raise first_error(group) from group
         finally:
             self._forget_ended_pools()
-            if answers is not None:
-                await asyncio.to_thread(answers.close)
+            await asyncio.to_thread(answers.close)
 
     def _forget_ended_pools(self) -> None:
         """Forget pools of evaluations whose workers can no longer use their grants."""
@@ -228,14 +228,12 @@ class EvaluationService:
             if not pool.holders:
                 del self._pool.borrowers[pool]
 
-    def _open_archive(self, version: int) -> Archive | None:
-        """Return the archive of the answers; remove the oldest evaluations."""
-        folder, keep = self._run_dir / FOLDER, self._config.keep_answers
-        if not keep:
-            return None
+    def _open_archive(self, version: int) -> Archive:
+        """Return the archive of the answers; remove those of the oldest evaluations."""
+        folder = self._run_dir / FOLDER
         mine = folder / f"version_{version:08d}"
         mine.mkdir(parents=True, exist_ok=True)
-        for old in sorted(folder.glob("version_*"))[:-keep]:
+        for old in sorted(folder.glob("version_*"))[:-KEPT_ANSWERS]:
             shutil.rmtree(old, ignore_errors=True)
         return Archive(mine / archive.FILE, keep=self._evaluator.num_answers)
 

@@ -13,7 +13,7 @@ from ray.exceptions import ObjectLostError, OutOfMemoryError, RayError, RayTaskE
 from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, NodeUnreachable, TrainerError
-from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.supervision import run_together
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
 from async_rl.types import StoredTrajectory, TakenBatch
 
@@ -282,18 +282,13 @@ class RayTrainer(Trainer):
 
         try:
             async with asyncio.timeout(limit_s):
-                async with Nursery() as ranks:
-                    answers = [
-                        ranks.start_task(f"trainer rank {rank}", answer(rank, reference))
-                        for rank, reference in references.items()
-                    ]
+                return await run_together(
+                    (f"trainer rank {rank}", answer(rank, each)) for rank, each in references.items()
+                )
         except TimeoutError as error:
             raise TrainerError(
                 f"the trainer took more than {limit_s} s for {method}; see {self._log_paths[0]}"
             ) from error
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
-        return [task.result() for task in answers]
 
 
 def _portions(stored: Iterable[StoredTrajectory]) -> Iterator[list[StoredTrajectory]]:
@@ -330,16 +325,11 @@ async def _on_nodes(limit_s: float, calls: Mapping[str, Coroutine[Any, Any, T]])
             ) from error
 
     try:
-        async with asyncio.timeout(limit_s), Nursery() as nursery:
-            tasks = {
-                node: nursery.start_task(f"frames of {node}", answer(node, call))
-                for node, call in calls.items()
-            }
+        async with asyncio.timeout(limit_s):
+            answers = await run_together((f"frames of {n}", answer(n, call)) for n, call in calls.items())
     except TimeoutError as error:
         raise TrainerError(f"the frames of a batch took more than {limit_s} s to their nodes") from error
-    except ExceptionGroup as errors:
-        raise first_error(errors) from errors
-    return {node: task.result() for node, task in tasks.items()}
+    return dict(zip(calls, answers, strict=True))
 
 
 def _is_fault_of_reader(error: Exception) -> bool:

@@ -33,7 +33,7 @@ from async_rl.rollout.groups import UnscoredTrajectory
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
 from async_rl.rollout.session.rollout_session import RolloutSession
-from async_rl.runtime.supervision import Nursery, contained, first_error
+from async_rl.runtime.supervision import contained, first_error, run_together
 from async_rl.runtime.user_processes import attempt_scope
 from async_rl.runtime.waits import waiting
 from async_rl.store.journal import Journal, JournalEntry
@@ -386,17 +386,11 @@ async def score_sources(
         RewardError: One of them cannot be scored.
     """
     sources = {each.reward_source.trajectory_id: each.reward_source for each in tree}
-    try:
-        async with Nursery() as scoring:
-            parts = {
-                name: scoring.start_task(
-                    f"reward of {name}", rewards.score_completion(task, source.completion)
-                )
-                for name, source in sources.items()
-            }
-    except ExceptionGroup as errors:
-        raise first_error(errors) from errors
-    return {name: scored.result() for name, scored in parts.items()}
+    scored = await run_together(
+        (f"reward of {name}", rewards.score_completion(task, source.completion))
+        for name, source in sources.items()
+    )
+    return dict(zip(sources, scored, strict=True))
 
 
 async def finish_trajectories(results: Sequence[AttemptResult]) -> Sequence[Trajectory]:
@@ -405,15 +399,10 @@ async def finish_trajectories(results: Sequence[AttemptResult]) -> Sequence[Traj
     Raises:
         AlignmentError: The routing of one does not fit its tokens.
     """
-    try:
-        async with Nursery() as ending:
-            ends = [
-                ending.start_task(
-                    f"end of {each.session.trajectory_id}",
-                    each.session.finish_trajectory(each.session.stop_reason, each.parts or {}),
-                )
-                for each in results
-            ]
-    except ExceptionGroup as errors:
-        raise first_error(errors) from errors
-    return [end.result() for end in ends]
+    return await run_together(
+        (
+            f"end of {each.session.trajectory_id}",
+            each.session.finish_trajectory(each.session.stop_reason, each.parts or {}),
+        )
+        for each in results
+    )

@@ -9,10 +9,12 @@ from typing import Any, Protocol, Self
 
 from async_rl.errors import CorruptFrame, RewardError
 from async_rl.rollout.attempt import (
+    ATTEMPT_ERRORS,
     Attempt,
     AttemptEnd,
     AttemptEntries,
     AttemptResult,
+    attempt_boundary,
     finish_trajectories,
     run_agent_loop,
     score_sources,
@@ -64,6 +66,18 @@ class RolloutBackend(AbstractAsyncContextManager[Any, None], Protocol):
         A trajectory whose completion is damaged gets an error, and the others are scored without it.
         """
         ...
+
+
+async def rewards_of_group(
+    backend: RolloutBackend, task: Task, completions: Sequence[StoredCompletion]
+) -> Sequence[dict[str, float] | RewardError]:
+    """Score all trajectories of a group by one call; where that fails, each has its error."""
+    try:
+        with attempt_boundary():
+            return await backend.score_group(task, completions)
+    except ATTEMPT_ERRORS as error:
+        failure = error if isinstance(error, RewardError) else RewardError(str(error))
+        return [failure] * len(completions)
 
 
 class LocalBackend(RolloutBackend):

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -33,8 +33,6 @@ from async_rl.types import StoredCompletion, StoredTrajectory, TakenBatch, Task,
 
 log = logging.getLogger(__name__)
 
-FailurePolicy = Literal["train_rest", "drop", "retry"]
-
 STRAGGLER: Final = "straggler"
 """The reason under which a sibling is dropped that the group did not wait for."""
 
@@ -46,23 +44,6 @@ _HOPELESS: Final = frozenset({"prompt_too_long"})
 
 _GROUP_BASELINES: Final = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline")
 """The `trainer.loss.advantages` that are 0 in a group of equal rewards, whatever other groups have."""
-
-
-class GroupPolicy(msgspec.Struct, frozen=True, kw_only=True):
-    """The rules by which `decide_group` decides."""
-
-    failed_siblings: FailurePolicy = "train_rest"
-    min_size: int = 2
-    dynamic_filtering: bool = False
-
-    @classmethod
-    def of(cls, rollout: RolloutConfig) -> GroupPolicy:
-        """Return the rules of a config; a group of one has no siblings to wait for."""
-        return cls(
-            failed_siblings=rollout.failed_siblings,
-            min_size=min(rollout.min_group_size, rollout.group_size),
-            dynamic_filtering=rollout.dynamic_filtering,
-        )
 
 
 class GroupDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +59,7 @@ class GroupDecision(msgspec.Struct, frozen=True, kw_only=True):
 def decide_group(
     rewards: Mapping[str, Hashable],
     dropped: Mapping[str, str],
-    policy: GroupPolicy,
+    policy: RolloutConfig,
     *,
     may_retry: bool = False,
     is_scored: bool = True,
@@ -88,7 +69,7 @@ def decide_group(
     Args:
         rewards: What the advantages of finished siblings and their branches depend on, by trajectory.
         dropped: The reasons of the other siblings.
-        policy: The rules; `min_size` counts siblings, because branches of one attempt are alike.
+        policy: The rules; `min_siblings` leaves out branches, because those of one attempt are alike.
         may_retry: Whether the task has retries left.
         is_scored: Whether all finished siblings have rewards (`GroupInFlight.can_be_scored`).
     """
@@ -99,7 +80,7 @@ def decide_group(
         return GroupDecision(train=False, reason="sibling_failed")
     if failures and policy.failed_siblings == "retry" and may_retry and not _HOPELESS.issuperset(failures):
         return GroupDecision(train=False, reason="sibling_failed", retry=True)
-    if len({root_of(name) for name in rewards}) < policy.min_size:
+    if len({root_of(name) for name in rewards}) < policy.min_siblings:
         return GroupDecision(train=False, reason="too_few_siblings")
     if policy.dynamic_filtering and not has_signal(list(rewards.values())):
         return GroupDecision(train=False, reason="no_signal")
@@ -137,9 +118,9 @@ def count_groups_without_signal(batch: TakenBatch, loss: LossConfig) -> int:
     return sum(not has_signal(rewards) for rewards in compared.values())
 
 
-def can_drop_stragglers(finished: int, size: int, policy: GroupPolicy) -> bool:
+def can_drop_stragglers(finished: int, size: int, policy: RolloutConfig) -> bool:
     """Return whether enough siblings of a group of `size` have finished to start the others' time limit."""
-    return finished >= max(policy.min_size, (size + 1) // 2)
+    return finished >= max(policy.min_siblings, (size + 1) // 2)
 
 
 class UntrainedGroups:

@@ -42,7 +42,7 @@ class AgentLoops:
         self._made: dict[str, Any] = {}
         self._ready: dict[str, asyncio.Event] = {}
         self._keepers = Nursery()
-        self._metrics = metrics
+        self._metrics = metrics or Metrics()
         self._processes = ProcessScope("the agent loops of the run", self.count_reaped)
         self._swallowing: set[str] = set()
         """Loops that were reported because they swallow cancellations."""
@@ -76,8 +76,7 @@ class AgentLoops:
 
     def count_reaped(self, kind: str, reason: str) -> None:
         """Count processes that a loop or an attempt has left behind."""
-        if self._metrics is not None:
-            self._metrics.user_processes_reaped_total.labels(kind, reason).inc()
+        self._metrics.user_processes_reaped_total.labels(kind, reason).inc()
 
     def report_swallowed_cancellation(self, name: str) -> None:
         """Tell the author of a loop, once, that it did not end when it was cancelled."""

@@ -24,7 +24,6 @@ from async_rl.rollout.backend import RolloutBackend
 from async_rl.rollout.groups import (
     STRAGGLER,
     GroupInFlight,
-    GroupPolicy,
     UntrainedGroups,
     advantage_basis,
     can_drop_stragglers,
@@ -86,7 +85,6 @@ class RolloutManager:
         self.trajectories = TrajectoryRunner(context, queue, backend, journals, journalled or {}, observer)
         """Runs the trajectories of the groups."""
         self.slots = Slots(config.rollout.max_concurrent_trajectories)
-        self._policy = GroupPolicy.of(config.rollout)
         self._untrained = UntrainedGroups(config.rollout.max_filtered_groups, warn)
         self._num_groups = 0
         self.drained = asyncio.Event()
@@ -265,7 +263,7 @@ class RolloutManager:
         """Start the time limit of the running siblings, if there is one, once enough others have finished."""
         if self._config.rollout.straggler_wait_s is None:
             return
-        if can_drop_stragglers(work.num_finished_siblings, len(work.trajectory_ids), self._policy):
+        if can_drop_stragglers(work.num_finished_siblings, len(work.trajectory_ids), self._config.rollout):
             work.enough_finished.set()
 
     async def _settle_group(self, work: GroupInFlight) -> None:
@@ -278,7 +276,7 @@ class RolloutManager:
         }
         may_retry = retries.may_retry(work.position)
         decision = decide_group(
-            rewards, work.dropped, self._policy, may_retry=may_retry, is_scored=not work.unscored
+            rewards, work.dropped, self._config.rollout, may_retry=may_retry, is_scored=not work.unscored
         )
         self._untrained.record_group(decision, work.dropped, self.trajectories.last_error)
         if not decision.train:

@@ -20,7 +20,7 @@ import numpy as np
 from async_rl.engine_protocol import GenerateRequest, SamplingParams
 from async_rl.rollout.model_calls import call_model
 from async_rl.rollout.session.context import SessionContext
-from async_rl.runtime.supervision import Nursery, first_error
+from async_rl.runtime.supervision import run_together
 from async_rl.runtime.waits import waiting
 from async_rl.types import Float32Array, Sampled, Trajectory
 
@@ -39,15 +39,9 @@ class Teacher:
         Raises:
             RolloutError: The teacher refuses the tokens of one.
         """
-        try:
-            async with Nursery() as scoring:
-                scored = [
-                    scoring.start_task(f"score {each.trajectory_id}", self._score_trajectory(each))
-                    for each in trajectories
-                ]
-        except ExceptionGroup as errors:
-            raise first_error(errors) from errors
-        return [each.result() for each in scored]
+        return await run_together(
+            (f"score {each.trajectory_id}", self._score_trajectory(each)) for each in trajectories
+        )
 
     async def _score_trajectory(self, trajectory: Trajectory) -> Trajectory:
         segments = trajectory.segments

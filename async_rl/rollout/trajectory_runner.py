@@ -19,7 +19,7 @@ from typing import Final
 
 from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull
 from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, LostWorkers, attempt_boundary
-from async_rl.rollout.backend import RolloutBackend
+from async_rl.rollout.backend import RolloutBackend, rewards_of_group
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.shortages import wait_out_shortage
@@ -165,13 +165,7 @@ class TrajectoryRunner:
                 trees.setdefault(root_of(name), []).append(name)
         in_order = [work.unscored[name] for tree in trees.values() for name in tree]
         completions = {each.reward_source: each.completion for each in in_order}
-        results: Sequence[dict[str, float] | RewardError]
-        try:
-            with attempt_boundary():
-                results = await self.backend.score_group(work.task, list(completions.values()))
-        except ATTEMPT_ERRORS as error:
-            failure = error if isinstance(error, RewardError) else RewardError(str(error))
-            results = [failure] * len(completions)
+        results = await rewards_of_group(self.backend, work.task, list(completions.values()))
         scores = dict(zip(completions, results, strict=True))
         for root_id, tree in trees.items():
             unscored = {name: work.unscored[name] for name in tree}

@@ -38,7 +38,7 @@ from async_rl.errors import ConfigError, DataError
 from async_rl.observability.formatting import number_ranges
 from async_rl.run import checkpoints
 from async_rl.runtime.files import replace_file
-from async_rl.runtime.threads import run_uncancellable
+from async_rl.runtime.threads import run_to_end
 from async_rl.store import kept_batches
 from async_rl.store.kept_batches import kept_steps, load_batch, load_result, step_folder
 from async_rl.trainer_protocol import StepResult
@@ -304,9 +304,7 @@ async def _in_thread(work: Callable[[], None]) -> None:
         except (OSError, ConfigError) as error:
             log.warning("captures: %s", error)
 
-    _, cancelled = await run_uncancellable(None, attempt)
-    if cancelled is not None:
-        raise cancelled
+    await run_to_end(attempt)
 
 
 def _superseded(folder: Path, keep: int) -> list[Path]:

@@ -11,7 +11,7 @@ from typing import Final
 from async_rl.config import TrainerConfig
 from async_rl.errors import CheckpointError, StallError, TrainerError
 from async_rl.observability.metrics import Metrics
-from async_rl.runtime.threads import run_uncancellable
+from async_rl.runtime.threads import run_to_end
 from async_rl.runtime.waits import waiting
 from async_rl.store.outstanding import OutstandingGroups
 from async_rl.trainer_protocol import Trainer
@@ -91,9 +91,7 @@ class Checkpoints:
         await self._before_write()
         with waiting("checkpoint"):
             # The checkpoints of another driver are not overwritten.
-            _, cancelled = await run_uncancellable(None, partial(self._groups.flush_ledger, durable=True))
-            if cancelled is not None:
-                raise cancelled
+            await run_to_end(partial(self._groups.flush_ledger, durable=True))
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
         self._writing = step
 

@@ -13,7 +13,6 @@ ends.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -38,7 +37,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.rollout.slots import Slots
 from async_rl.rollout.workers.worker import START_TIMEOUT_S
 from async_rl.run.recovery import NODE_LOST_S
-from async_rl.runtime.waits import WAIT_KINDS, Waits, acting, waiting
+from async_rl.runtime.waits import WAIT_KINDS, Waits, acting, sleep_idle, waiting
 from async_rl.store.trajectory_queue import TrajectoryQueue
 
 log = logging.getLogger(__name__)
@@ -139,8 +138,7 @@ class Doctor:
         interval_s = LOOK_S
         while True:
             expected_s = self._waits.clock() + interval_s
-            with waiting("idle"):
-                await asyncio.sleep(interval_s)
+            await sleep_idle(interval_s)
             late_s = self._waits.clock() - expected_s
             if late_s > interval_s:  # nothing could make progress while the event loop was blocked
                 self._waits.progressed_s += late_s

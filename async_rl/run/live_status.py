@@ -18,7 +18,7 @@ from async_rl.run.doctor import Doctor
 from async_rl.run.run_log import RunLogger
 from async_rl.runtime.machine_limits import LimitUsage, descriptor_usage, memory_usage
 from async_rl.runtime.user_processes import read_reports
-from async_rl.runtime.waits import Waits, waiting
+from async_rl.runtime.waits import Waits, sleep_idle
 from async_rl.store.trajectory_queue import TrajectoryQueue
 
 _DIAGNOSIS_MAX_AGE_S: Final = 5.0
@@ -120,8 +120,7 @@ class LiveStatus:
             m.open_descriptors.set(descriptors.used)
             m.max_descriptors.set(descriptors.limit)
             self._run_log.show_flow(counts.in_flight, counts.queued, self._doctor.waiting_for)
-            with waiting("idle"):
-                await asyncio.sleep(1.0)
+            await sleep_idle(1.0)
 
     def _measure_limits(self) -> tuple[Any, LimitUsage, LimitUsage]:
         """Return the usage of the run folder's disk, of memory, and of descriptors."""

@@ -33,8 +33,8 @@ from async_rl.observability.metrics import Metrics
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import observer
-from async_rl.runtime.threads import run_uncancellable
-from async_rl.runtime.waits import waiting
+from async_rl.runtime.threads import run_to_end
+from async_rl.runtime.waits import sleep_idle, waiting
 from async_rl.staleness import Backlog
 from async_rl.store import archive, spool
 from async_rl.store.archive import Archive
@@ -263,7 +263,7 @@ class RecoveredState:
         )
         self.queue = TrajectoryQueue(
             self.groups,
-            min_group_size=min(rollout.min_group_size, rollout.group_size),
+            min_group_size=rollout.min_siblings,
             facts=facts if config.routing.from_engine else None,
             read_batch=read_batch,
         )
@@ -312,11 +312,8 @@ class RecoveredState:
     async def _write_ledger(self) -> None:
         """Write the ledger every second in a run without a journal: ended groups are not sampled again."""
         while True:
-            with waiting("idle"):
-                await asyncio.sleep(_LEDGER_S)
-            _, cancelled = await run_uncancellable(None, self.groups.flush_ledger)
-            if cancelled is not None:
-                raise cancelled
+            await sleep_idle(_LEDGER_S)
+            await run_to_end(self.groups.flush_ledger)
 
     def _release_entries(self, root_ids: Sequence[str]) -> None:
         assert self.journal is not None, "it is the owner that releases"
@@ -344,8 +341,7 @@ class RecoveredState:
         """
         nodes, ticks, tick_s = self.spool.nodes, dict[str, int](), NODE_LOST_S / _TICKS
         while True:
-            with waiting("idle"):
-                await asyncio.sleep(tick_s)
+            await sleep_idle(tick_s)
             were_absent = set(nodes.absent)
             if nodes.other_nodes():
                 with waiting("idle"):
@@ -371,8 +367,7 @@ class RecoveredState:
 
     async def _write_archive(self) -> None:
         while True:
-            with waiting("idle"):
-                await asyncio.sleep(_ARCHIVE_S)
+            await sleep_idle(_ARCHIVE_S)
             assert self.archive is not None, "this service runs only with an archive"
             with waiting("disk"):
                 await asyncio.to_thread(self.archive.write_notes)

@@ -40,7 +40,7 @@ from async_rl.observability.records import (
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.rollout.groups import count_groups_without_signal
 from async_rl.runtime.shortages import DISK_ERRORS, is_shortage, writing
-from async_rl.runtime.threads import run_uncancellable
+from async_rl.runtime.threads import run_to_end, run_uncancellable
 from async_rl.store.trajectory_queue import TrajectoryQueue
 from async_rl.trainer_protocol import StepResult
 from async_rl.types import TakenBatch
@@ -180,9 +180,7 @@ class RunLogger:
         """
         with writing(self._step_records.path):
             await self._write_held(lambda step: True, wait_out_shortage=True)
-            _, cancelled = await run_uncancellable(None, self._step_records.sync)
-        if cancelled is not None:
-            raise cancelled
+            await run_to_end(self._step_records.sync)
 
     async def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
         """Show a step after the update of the engines' weights, and write its record."""

@@ -4,6 +4,7 @@
 services(feeder=…, sync=…)   run endless loops beside a block; one that fails or returns fails the block
 observer(loop)               a service that only observes: when it fails, it is logged and starts again
 cut_by(stop)                 a block that ends with `StoppedAtStart` as soon as an event is set
+run_together(works)          run several works to their ends, and return their results
 Nursery()                    a block that owns the tasks started in it and ends when they have ended
 finished(work)               run work to its end even if the caller is cancelled
 contained(work)              run user code, which ends when its caller is cancelled, whatever it catches
@@ -20,14 +21,14 @@ import asyncio
 import ctypes
 import logging
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterable
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
 from async_rl.errors import AsyncRLError, ServiceExited, StoppedAtStart
-from async_rl.runtime.waits import acting, waiting
+from async_rl.runtime.waits import acting, sleep_idle, waiting
 
 log = logging.getLogger(__name__)
 
@@ -93,8 +94,7 @@ def observer(
             except Exception as error:
                 failed = getattr(loop, "__qualname__", repr(loop))
                 log.exception("%s failed and starts again: %s: %s", failed, type(error).__name__, error)
-            with waiting("idle"):
-                await asyncio.sleep(_OBSERVE_AGAIN_S)
+            await sleep_idle(_OBSERVE_AGAIN_S)
 
     return run
 
@@ -118,6 +118,23 @@ async def cut_by(stop: asyncio.Event) -> AsyncIterator[None]:
 def was_stopped_at_start(error: BaseException) -> bool:
     """Whether an error, or one in an exception group, is that a signal ended the start."""
     return any(isinstance(leaf, StoppedAtStart) for leaf in _leaves(error))
+
+
+async def run_together(works: Iterable[tuple[str, Coroutine[Any, Any, T]]]) -> list[T]:
+    """Run works at the same time, and return their results in order; the first error cancels the others.
+
+    Args:
+        works: With the names of their tasks.
+
+    Raises:
+        Exception: The first error.
+    """
+    try:
+        async with Nursery() as nursery:
+            tasks = [nursery.start_task(name, work) for name, work in works]
+    except ExceptionGroup as errors:
+        raise first_error(errors) from errors
+    return [task.result() for task in tasks]
 
 
 async def finished(work: Coroutine[Any, Any, T], *, limit_s: float) -> T:

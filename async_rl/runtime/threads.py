@@ -2,6 +2,7 @@
 
 ```
 run_uncancellable(threads, work)   file work, to its end even if the caller is cancelled
+run_to_end(work)                   the same, for a caller whose state is consistent then
 call_in_thread(function)           user code: its own daemon thread
 call_until_cancelled(...)          work of a start: a cancelled caller does not wait for it, nor does the exit
 ```
@@ -46,6 +47,14 @@ async def run_uncancellable(
         cause.
     """
     return await wait_out_shortage(lambda: _run_once_uncancellable(threads, work))
+
+
+async def run_to_end(work: Callable[[], R], threads: Executor | None = None) -> R:
+    """Run file work as `run_uncancellable` does, and raise a cancellation that arrived meanwhile."""
+    result, cancelled = await run_uncancellable(threads, work)
+    if cancelled is not None:
+        raise cancelled
+    return result
 
 
 async def _run_once_uncancellable(

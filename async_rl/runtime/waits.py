@@ -397,6 +397,12 @@ class Scope(Protocol):
         ...
 
 
+async def sleep_idle(seconds: float) -> None:
+    """Sleep, in a wait for time alone."""
+    with waiting("idle"):
+        await asyncio.sleep(seconds)
+
+
 class waiting:
     """Record that the current actor waits for something while the block runs.
 

@@ -514,7 +514,7 @@ class _JournalFiles:
 
     def __init__(self, directory: Path, metrics: Metrics | None, *, syncs: bool) -> None:
         self.directory = directory
-        self._metrics = metrics
+        self._metrics = metrics or Metrics()
         self._syncs = syncs
         self._number = 0
         self._file: _OpenFile | None = None
@@ -555,7 +555,7 @@ class _JournalFiles:
                 f"the journal {self.directory} has {self.nbytes} bytes and no space for another "
                 f"{sum(map(len, data))}: {describe_disk_error(error)}, it continues from what was written"
             ) from error
-        if self._metrics is not None and data:
+        if data:
             self._metrics.journal_bytes.set(self.nbytes)
             self._metrics.journal_written_bytes_total.inc(sum(map(len, data)))
 

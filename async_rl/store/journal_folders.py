@@ -72,27 +72,15 @@ class JournalClaim(msgspec.Struct, frozen=True, kw_only=True):
     """The age that the driver counts for what is left: older tokens are not used."""
 
 
-class _Owned(Protocol):
-    """What a journal has of one trajectory."""
-
-    @property
-    def attempt(self) -> int: ...
-
-    @property
-    def owner(self) -> tuple[int, int]:
-        """The owner's epoch and the attempt."""
-        ...
-
-
-_State = TypeVar("_State", bound=_Owned)
-
-
 class _Known(msgspec.Struct, frozen=True):
     """What a journal has of one trajectory, without its tokens."""
 
     owner: tuple[int, int]
     attempt: int
     progress: ProgressReport
+
+
+_State = TypeVar("_State", _Known, JournalledTrajectory)
 
 
 def newest_tree(root_id: str, trees: Iterable[Mapping[str, _State]]) -> dict[str, _State]:
@@ -113,7 +101,7 @@ def newest_tree(root_id: str, trees: Iterable[Mapping[str, _State]]) -> dict[str
     return newest
 
 
-def _owner_of(tree: Mapping[str, _Owned]) -> tuple[int, int]:
+def _owner_of(tree: Mapping[str, _State]) -> tuple[int, int]:
     return max(state.owner for state in tree.values())
 
 
@@ -318,7 +306,7 @@ class JournalFolders:
         self._nodes: dict[Path, str] = {}  # of the folders of workers, where it matters
         self._incarnation = incarnation
         self._restarts = restarts
-        self._metrics = metrics
+        self._metrics = metrics or Metrics()
         self._epochs = count((incarnation << _EPOCH_BITS) + 1)
         self._numbers = count(1)
         self._holders: dict[str, list[Path]] = {}  # folders that may have a trajectory, the newest last
@@ -367,8 +355,7 @@ class JournalFolders:
             log.warning(
                 "%d records of the journal are damaged; their trajectories continue from earlier tokens", lost
             )
-        if self._metrics is not None:
-            self._metrics.journal_corrupt_records_total.inc(lost)
+        self._metrics.journal_corrupt_records_total.inc(lost)
         newest: dict[str, ProgressReport] = {}
         for root_id, of_root in trees.items():
             newest |= {name: each.progress for name, each in newest_tree(root_id, of_root.values()).items()}

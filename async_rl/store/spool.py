@@ -47,23 +47,8 @@ FOLDER: Final = "spool"
 """The name in the run's folder."""
 
 
-class StoredFile(Protocol):
-    """A file of a spool: the frame of a trajectory, or a completion."""
-
-    @property
-    def path(self) -> str:
-        """Its path on its node."""
-        ...
-
-    @property
-    def node(self) -> str:
-        """The node that has it; empty: the run's folder has it."""
-        ...
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        ...
+StoredFile = StoredTrajectory | StoredCompletion
+"""A file of a spool: the frame of a trajectory, or a completion."""
 
 
 class FrameStore(Protocol):

@@ -17,6 +17,7 @@ from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
+from async_rl.evaluation import service
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
@@ -192,8 +193,9 @@ async def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path
     assert second in (4, 5), "engines may have been updated before they were lent"
 
 
-async def test_the_answers_of_as_many_evaluations_are_kept_as_the_config_says(tmp_path):
-    world = World(make_config(tmp_path, keep_answers=1))
+async def test_the_answers_of_the_newest_evaluations_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(service, "KEPT_ANSWERS", 1)
+    world = World(make_config(tmp_path))
     check(world, await world.run())
     assert [folder.name for folder in (world.run_dir / "evaluations").iterdir()] == ["version_00000006"]
 

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from async_rl.config import LossConfig
+from async_rl.config import LossConfig, RolloutConfig
 from async_rl.config.trainer_settings import TeacherConfig
 from async_rl.errors import AgentLoopError, AsyncRLError
 from async_rl.rollout.groups import (
     GroupDecision,
     GroupInFlight,
-    GroupPolicy,
     UnscoredTrajectory,
     UntrainedGroups,
     can_drop_stragglers,
@@ -27,10 +26,10 @@ from async_rl.store.journal import JournalEntry
 from async_rl.types import StoredCompletion, StoredTrajectory, TakenBatch, Task, TurnReward, VersionSpan
 from tests.support.trajectories import make_trajectory
 
-REST = GroupPolicy(failed_siblings="train_rest", min_size=2)
-DROP = GroupPolicy(failed_siblings="drop", min_size=2)
-RETRY = GroupPolicy(failed_siblings="retry", min_size=2)
-FILTER = GroupPolicy(dynamic_filtering=True)
+REST = RolloutConfig(failed_siblings="train_rest")
+DROP = RolloutConfig(failed_siblings="drop")
+RETRY = RolloutConfig(failed_siblings="retry")
+FILTER = RolloutConfig(dynamic_filtering=True)
 TRAIN = GroupDecision(train=True)
 NO_SIGNAL = GroupDecision(train=False, reason="no_signal")
 TOO_FEW = GroupDecision(train=False, reason="too_few_siblings")
@@ -57,7 +56,7 @@ AGAIN = GroupDecision(train=False, reason="sibling_failed", retry=True)
     ],
 )
 def test_a_group_is_decided_by_its_policy(
-    rewards: list[float], reasons: list[str], policy: GroupPolicy, may_retry: bool, decision: GroupDecision
+    rewards: list[float], reasons: list[str], policy: RolloutConfig, may_retry: bool, decision: GroupDecision
 ) -> None:
     dropped = {f"t{i}": reason for i, reason in enumerate(reasons)}
     finished = {f"f{i}": reward for i, reward in enumerate(rewards)}
@@ -191,7 +190,7 @@ def test_a_group_is_dropped_and_retried_when_one_call_cannot_score_it_any_more()
     assert group.can_be_scored
     group.end_sibling("b", [stored["b"].with_reward({"reward": 1.0})])
     assert not group.can_be_scored
-    decision = decide_group({"b": 1.0}, {}, GroupPolicy(min_size=1), is_scored=False)
+    decision = decide_group({"b": 1.0}, {}, RolloutConfig(min_group_size=1), is_scored=False)
     assert (decision.train, decision.reason, decision.retry) == (False, "node_lost", True)
 
 

@@ -207,7 +207,6 @@ def evaluating(scenario: Scenario) -> Scenario:
             "agent_loop": "verification.simulation.users:AnswerLoop",
             "max_concurrent": rng.choice((1, 4, 64)),
             "timeout_s": rng.choice((3.0, 30.0)),
-            "keep_answers": rng.choice((0, 1)),
         },
         EvaluationConfig,
     )

@@ -32,7 +32,7 @@ from async_rl.observability.page.view import Now
 from async_rl.observability.panels import RECENT, STEP_COLUMNS
 from async_rl.observability.records import Figure, StepRecord
 from async_rl.runtime.threads import call_in_thread
-from async_rl.runtime.waits import acting, waiting
+from async_rl.runtime.waits import acting, sleep_idle, waiting
 from async_rl.trainer_protocol import Extreme
 
 log = logging.getLogger(__name__)
@@ -157,8 +157,7 @@ class Feed:
                     await self._publish()
                 except Exception:
                     log.exception("the live page cannot be drawn")
-                with waiting("idle"):
-                    await asyncio.sleep(self._refresh_s)
+                await sleep_idle(self._refresh_s)
         finally:
             for client in self._clients:
                 client.send(_event("end", b"{}"))

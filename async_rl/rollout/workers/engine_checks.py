@@ -32,7 +32,7 @@ from async_rl.errors import (
     WorkerLost,
 )
 from async_rl.runtime.supervision import Nursery
-from async_rl.runtime.waits import waiting
+from async_rl.runtime.waits import sleep_idle, waiting
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +114,7 @@ class EngineChecks:
             problem = await self._probe(report)
             self._judge_engine(engine_id, report, problem)
             # Other streams that it loses at this time say nothing new.
-            with waiting("idle"):
-                await asyncio.sleep(_PAUSE_S)
+            await sleep_idle(_PAUSE_S)
         finally:
             del self._reports[engine_id]
 
@@ -154,8 +153,7 @@ class EngineChecks:
             return None
         except LocalShortage as error:
             log.warning("engine %s was not probed: %s", engine.engine_id, error)
-            with waiting("idle"):
-                await asyncio.sleep(_PAUSE_S)
+            await sleep_idle(_PAUSE_S)
             return error
         except (EngineTimeout, TimeoutError):  # it may be busy
             return EngineTimeout(text)

@@ -64,18 +64,14 @@ def add_increments(increments: Iterable[MetricIncrement], metrics: Metrics) -> N
 
 def _sums(metrics: Metrics) -> Iterator[tuple[str, tuple[str, ...], tuple[float, ...]]]:
     """Yield each counter's value, and each histogram's sum and (non-cumulative) buckets."""
-    for name, instrument in _summed(metrics):
+    for name in _names_summed():
+        instrument: Any = getattr(metrics, name)
         children = instrument._metrics.items() if instrument._labelnames else [((), instrument)]
         for labels, child in list(children):
             if hasattr(child, "_buckets"):
                 yield name, labels, (child._sum.get(), *(bucket.get() for bucket in child._buckets))
             else:
                 yield name, labels, (child._value.get(),)
-
-
-def _summed(metrics: Metrics) -> Iterator[tuple[str, Any]]:
-    for name in _names_summed():
-        yield name, getattr(metrics, name)
 
 
 @cache

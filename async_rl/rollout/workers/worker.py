@@ -58,7 +58,7 @@ from async_rl.rollout.workers.metric_counts import IncrementCollector
 from async_rl.rollout.workers.worker_engines import ConnectEngine, WorkerEngines
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import Nursery, first_error, services
-from async_rl.runtime.waits import Waits, acting, waiting
+from async_rl.runtime.waits import Waits, acting, sleep_idle, waiting
 from async_rl.store.archive import InspectedTrajectories
 from async_rl.store.journal import Journal, JournalEntry
 from async_rl.store.progress import ProgressReport
@@ -361,8 +361,7 @@ class RolloutWorker:
         while True:
             # From tick to tick, as in the driver: what a write takes does not postpone the next tick.
             due_s = max(due_s + every_s, clock())
-            with waiting("idle"):
-                await asyncio.sleep(due_s - clock())
+            await sleep_idle(due_s - clock())
             if (journal := self._backend.journal) is None:
                 continue
             try:

@@ -64,8 +64,8 @@ from async_rl.rollout.workers.worker_grants import WorkerGrants
 from async_rl.rollout.workers.worker_handle import Inbox, WorkerHandle
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import Nursery, first_error, services
-from async_rl.runtime.threads import run_uncancellable
-from async_rl.runtime.waits import acting, waiting
+from async_rl.runtime.threads import run_to_end, run_uncancellable
+from async_rl.runtime.waits import acting, sleep_idle, waiting
 from async_rl.store.archive import InspectedTrajectories
 from async_rl.store.journal_folders import JournalFolders
 from async_rl.store.spool import AnswerSpool, Spool
@@ -343,10 +343,7 @@ class WorkerBackend(RolloutBackend):
                     self._folders.end_owner(worker.folder)
                 if worker is None or worker.link.peer_has_ended:
                     place = "" if worker is None else worker.frame_node
-                    end_folder = partial(self._spool.end_folder, folder, place)
-                    _, cancelled = await run_uncancellable(None, end_folder)
-                    if cancelled is not None:
-                        raise cancelled
+                    await run_to_end(partial(self._spool.end_folder, folder, place))
             if worker is not None:
                 if self._folders is not None and self._folders.on_nodes:
                     node = worker.link.peer_node
@@ -357,8 +354,7 @@ class WorkerBackend(RolloutBackend):
                 failed_incarnations = failed_incarnations + 1 if failed else 0
                 self._count_failures(name, failed_incarnations, worker.failure)
             doublings = min(failed_starts + idle_incarnations, _MAX_DOUBLINGS)
-            with waiting("idle"):
-                await asyncio.sleep(_RESTART_DELAY_S * 2.0**doublings)
+            await sleep_idle(_RESTART_DELAY_S * 2.0**doublings)
 
     def _count_failures(self, name: str, number: int, last: Exception | None = None) -> None:
         """Note how many times in a row a worker has failed.
@@ -527,8 +523,7 @@ class WorkerBackend(RolloutBackend):
         """End a worker that sends no heartbeats, or handles no messages."""
         limit_s = self._config.worker_stall_s
         while True:
-            with waiting("idle"):
-                await asyncio.sleep(limit_s / _TICKS)
+            await sleep_idle(limit_s / _TICKS)
             worker.silent_ticks += 1
             if worker.silent_ticks > _TICKS:
                 raise WorkerLost(

@@ -122,31 +122,25 @@ class WorkerChoice:
             avoided = self._avoided_nodes
             if node in self._full_until_s:
                 node = None
-            if self.workers and node is None and not avoided and not moved and avoid is None:
-                worker = min(self.workers.values(), key=self._load)
-                if has_capacity(worker):
-                    reader = None if journal is None else self._readers.get(journal)
-                    if reader is not None and len(reader.attempts) < self._share:
-                        return reader
-                    last_group, last = self._last_chosen or (None, worker)
-                    if (
-                        attempt is not None
-                        and last_group == attempt.group_id
-                        and self.workers.get(last.name) is last
-                        and has_capacity(last)
-                        and self._load(last, less=self._slack) < self._load(worker)
-                    ):
-                        return last
-                    return worker
             free = [w for w in self.workers.values() if has_capacity(w)]
+            if free and node is None and not avoided and not moved and avoid is None:
+                reader = None if journal is None else self._readers.get(journal)
+                if reader is not None and len(reader.attempts) < self._share:
+                    return reader
+                least = min(free, key=self._load)
+                last_group, last = self._last_chosen or (None, least)
+                is_sibling = attempt is not None and last_group == attempt.group_id
+                if is_sibling and last in free and self._load(last, less=self._slack) < self._load(least):
+                    return last
+                return least
             if near := [w for w in free if w.link.peer_node == node]:
                 free = near
             elif node is not None and self.starting:
                 free = []
             if moved:
                 names = {n for n, w in self.workers.items() if not near or w.link.peer_node == node}
-                least = min(map(self.failures.num_at_once, names | self.starting), default=0)
-                free = [w for w in free if self.failures.num_at_once(w.name) == least]
+                fewest = min(map(self.failures.num_at_once, names | self.starting), default=0)
+                free = [w for w in free if self.failures.num_at_once(w.name) == fewest]
             free = [w for w in free if w.name != avoid] or free
             present = [w for w in free if w.link.peer_node not in avoided]
             if free:  # what a worker stores on a node that does not answer may be lost
