@@ -54,30 +54,6 @@ async def assert_rows_are_of(world: SGLangWorld, engine: Engine, trajectory: Tra
     assert np.array_equal(np.sort(trajectory.trace.rows, axis=-1), fresh)
 
 
-async def converse(bench: Bench, turns: int) -> Trajectory:
-    bench.start()
-    for turn in range(turns):
-        if turn:
-            bench.session.add_messages([{"role": "tool", "content": "4"}])
-        await bench.session.generate(max_new_tokens=6)
-    return await bench.finish()
-
-
-@pytest.mark.case(23)
-async def test_deltas_are_the_full_fetch_over_five_turns(
-    engine: SGLangEngine, sglang_world: SGLangWorld
-) -> None:
-    delta, full = WatchedEngine(engine), WatchedEngine(engine, always_full=True)
-    found = await converse(bench_of(delta, sglang_world), 5)
-    expected = await converse(bench_of(full, sglang_world), 5)
-    assert np.array_equal(found.token_ids, expected.token_ids)
-    assert found.trace.rows.tobytes() == expected.trace.rows.tobytes()
-    assert delta.asked[0] == 0
-    assert np.diff(delta.asked).min() >= 6
-    assert full.asked == [0] * 5
-    await assert_rows_are_of(sglang_world, engine, found)
-
-
 @pytest.mark.case(25)
 async def test_missing_rows_are_recovered_without_a_token(
     engine: SGLangEngine, sglang_world: SGLangWorld

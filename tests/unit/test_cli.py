@@ -17,7 +17,6 @@ from async_rl.config import load_config, reference
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.runtime import yaml12
 from tests.support.run_config import write_run
-from tests.support.templates_of_models import chat_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,15 +55,6 @@ def test_check_prints_what_follows_and_the_config_when_it_is_asked_for(
     assert "groups dispatched and not yet trained, at most: 4" in out
     assert "placement on" in out
     assert not (tmp_path / "runs").exists()
-
-
-def test_check_says_where_the_chat_template_writes_turns_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_run(tmp_path)
-    chat_of("qwen3").tokenizer.save_pretrained(tmp_path / "model")
-    assert main(["check", str(path)]) == 0
-    assert "chat template: a thought, when a user's message follows: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -155,13 +145,6 @@ def test_the_resolved_config_loads_to_the_same_when_written(tmp_path: Path) -> N
     text = reference.resolved_yaml(config)
     assert msgspec.convert(yaml.safe_load(text), type(config)) == config
     assert msgspec.convert(yaml12.load(text), type(config)) == config
-
-
-def test_the_module_is_the_same_command_as_train(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "async_rl.cli", "train", str(tmp_path / "missing.yaml")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(f"async-rl: cannot read the config {tmp_path / 'missing.yaml'}")
 
 
 # -- `async-rl plan` ----------------------------------------------------------------------------------

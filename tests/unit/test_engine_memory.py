@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from pathlib import Path
 
 import pytest
 
@@ -111,10 +109,3 @@ async def test_the_simulated_engine_dies_when_it_is_asked_what_kills_a_server() 
             await wrong(subject)
         with pytest.raises(EngineError, match="cannot be reached"):
             await subject.health()
-
-
-def test_no_other_module_touches_the_memory_of_an_engine() -> None:
-    """The states prove something only while they are the one way."""
-    modules = (Path(__file__).parents[2] / "async_rl").rglob("*.py")
-    found = {path.name for path in modules if re.search(r"\.(release|resume)_memory\(", path.read_text())}
-    assert found == {"device_memory.py"}

@@ -355,20 +355,10 @@ def test_an_override_is_blamed_for_its_own_mistake(
     assert f"async-rl: {path}: Expected 'int'" in refused("check", path, "rollout.max_staleness=1")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("run:\n\tname: x\n", "found character '\\t' that cannot start any token (line 2, column 1)"),
-        ("run:\n  name: a\n  seed: 1\n  name: b\n", "the key 'name' is in line 2 already (line 4, column 3)"),
-        ("run: " + "[" * 500, "is not valid YAML: its values are nested too deeply"),
-    ],
-)
-def test_a_file_that_is_no_yaml_is_refused_in_one_line(
-    tmp_path: Path, refused: Refused, text: str, said: str
-) -> None:
+def test_a_file_that_is_no_yaml_is_refused_in_one_line(tmp_path: Path, refused: Refused) -> None:
     path = write_run(tmp_path)
-    path.write_text(text)
-    assert said in refused("check", path)
+    path.write_text("run: " + "[" * 500)
+    assert "is not valid YAML: its values are nested too deeply" in refused("check", path)
 
 
 def test_files_with_a_byte_order_mark_are_read(

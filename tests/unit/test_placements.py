@@ -1,5 +1,7 @@
 """Placement of processes in a cluster, and the message when there is no capacity."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys
@@ -23,6 +25,7 @@ from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_fold
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
+from async_rl.placement.shared_devices import Device, assign_devices
 from async_rl.run.placement_table import check_resources, placement_table, processes_per_node
 from async_rl.runtime.devices import bind_to_numa_node
 from tests.support.run_config import MOE, config_of, config_with, write_weights
@@ -343,3 +346,20 @@ def test_a_run_is_refused_when_it_reserves_more_than_the_machine_has(overrides, 
         return
     with pytest.raises(EnvironmentNotReady, match=said):
         check_resources(config, gpus=gpus, cpus=4)
+
+
+# -- assignment of the GPUs that ranks share with engines ---------------------------------------------
+
+
+ENGINES = [[Device("a", "2"), Device("a", "3")], [Device("b", "0"), Device("b", "1")]]
+
+
+def test_neighbouring_ranks_are_on_one_node_although_ray_spreads_engines() -> None:
+    engines = [[Device(node, f"{2 * number + gpu}") for gpu in (0, 1)] for number in (0, 1) for node in "ab"]
+    nodes = [device.node for device in assign_devices(engines, 8)]
+    assert nodes == ["a"] * 4 + ["b"] * 4
+
+
+def test_ranks_are_refused_when_there_are_more_than_gpus() -> None:
+    with pytest.raises(EnvironmentNotReady, match="num_ranks is 5, but the engines have 4 GPUs"):
+        assign_devices(ENGINES, 5)

@@ -20,6 +20,7 @@ from async_rl.observability.console_report import (
     step_line,
     write_summary,
 )
+from async_rl.observability.long_work import LongWork, show_progress
 from async_rl.observability.records import StepRecord, Totals, TrajectoryCounts, summarise
 from async_rl.observability.text_console import TextConsole
 from tests.support.run_config import config_with
@@ -135,12 +136,6 @@ def test_the_summary_is_written_for_programs(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-@pytest.mark.parametrize("records", [[], steps(3, reward_mean=math.nan, ppo_kl=math.nan)])
-def test_the_summary_is_written_when_no_figure_is_a_number(tmp_path: Path, records: list[StepRecord]) -> None:
-    write_summary(tmp_path, summarise(records, TOTALS))
-    assert json.loads((tmp_path / "summary.json").read_text())["reward_first"] is None
-
-
 def summary(folder: Path, records: list[StepRecord]) -> str:
     out, file = console(width=200)  # a path is longer than a line of the usual width
     print_summary(out, folder, records, summarise(records, TOTALS))
@@ -177,3 +172,48 @@ def test_a_step_shows_no_kl_that_nothing_has_measured():
     assert "ppo_kl" not in line
     assert "| rollout KL: mismatch 1e-07, routing 3e-02 |" in line
     assert "reward n/a" in step_line(steps(1, reward_mean=math.nan)[0], 1)
+
+
+# -- what a command shows of work that takes long -----------------------------------------------------
+
+
+class Work:
+    """Work whose time passes as a test says, and what is shown of it."""
+
+    def __init__(self, total: int | None, *, terminal: bool = False) -> None:
+        self.now_s = 0.0
+        self.file = io.StringIO()
+        console = TextConsole(file=self.file, force_terminal=terminal, width=100, color_system=None)
+        self.shown = LongWork("reading it", "rows", total, console=console, clock=lambda: self.now_s)
+
+    def show(self, *moments: tuple[float, int]) -> list[str]:
+        with self.shown:
+            for self.now_s, done in moments:
+                self.shown.show_done(done)
+        return self.file.getvalue().splitlines()
+
+
+def test_nothing_is_shown_when_work_is_short() -> None:
+    assert Work(100).show((0.0, 0), (4.9, 99)) == []
+    assert Work(100, terminal=True).show((0.0, 0), (0.9, 99)) == []
+
+
+def test_lines_are_seconds_apart_and_rarer_later_when_there_is_no_terminal() -> None:
+    every_second = [(float(second), 10 * second) for second in range(3601)]
+    lines = Work(36_000).show(*every_second)
+    assert lines[:2] == [
+        "reading it: 50 of 36,000 rows after 5 s",
+        "reading it: 100 of 36,000 rows after 10 s",
+    ]
+    assert 40 < len(lines) < 80
+    assert Work(None).show((5.0, 1234)) == ["reading it: 1,234 rows after 5 s"]
+
+
+def test_a_bar_is_shown_and_removed_when_there_is_a_terminal() -> None:
+    text = "".join(Work(100, terminal=True).show((0.0, 0), (1.0, 20), (2.0, 40)))
+    assert "reading it" in text
+    assert "\x1b[?25h" in text, "the cursor is back"
+
+
+def test_items_are_yielded_in_order_when_their_progress_is_shown() -> None:
+    assert list(show_progress("abc", "reading it", "letters")) == ["a", "b", "c"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import io
 import math
 import os
-import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,18 +17,13 @@ from msgspec.structs import replace
 
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import AsyncRLError
-from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, TrajectoryCounts, step_record_log
-from async_rl.observability.text_console import TextConsole
-from async_rl.run.cluster import Cluster
-from async_rl.run.device_sharing import Devices
 from async_rl.run.run_log import RunLogger, TrainedStep
-from async_rl.run.trainer_restarts import TrainerRestarts
 from async_rl.runtime.supervision import Nursery
 from async_rl.store.trajectory_queue import TrajectoryQueue
-from async_rl.trainer_protocol import StepResult, TrainerState
+from async_rl.trainer_protocol import StepResult
 from async_rl.types import StoredTrajectory, TakenBatch, TokenSpan
 from async_rl.weights.weight_sync import SyncReport
 from tests.support.run_config import config_of
@@ -249,47 +242,6 @@ async def test_a_step_is_held_when_the_disk_is_read_only_and_a_checkpoint_says_s
             await run_log.write_held_steps()
     await run_log.write_held_steps()
     assert [record.step for record in step_record_log(tmp_path / "metrics.jsonl").read()] == [1]
-
-
-class Checkpointed:
-    """A cluster and its trainer, whose newest whole checkpoint is of a step."""
-
-    def __init__(self, step: int, *skipped: str) -> None:
-        self.state = TrainerState(step=step, skipped_checkpoints=skipped)
-
-    async def start_trainer(self) -> Any:
-        return self
-
-    async def setup(self, checkpoint_dir: str) -> TrainerState:
-        return self.state
-
-
-async def started_trainer(folder: Path, state: Checkpointed) -> str:
-    """Start the trainer of a run with five steps on disk, and return what the terminal shows."""
-    for step in range(1, 6):
-        step_record_log(folder / "metrics.jsonl").append(
-            StepRecord(step=step, weight_version=step, time_s=10.0 * step, reward_mean=0.5)
-        )
-    file = io.StringIO()
-    progress = RunProgress(TextConsole(file=file, width=100))
-    metrics, pool = Metrics(), EnginePool(Metrics(), lambda: 0.0)
-    run_log = RunLogger(config_of(), folder, pool, metrics, lambda: 0.0, progress=progress)
-    cluster = cast(Cluster, state)
-    await TrainerRestarts(cluster, folder, pool, Devices(), run_log, metrics, max_restarts=0).start_trainer()
-    TextConsole(file=file, width=100).print(progress.render())
-    return file.getvalue()
-
-
-async def test_the_terminal_says_where_a_run_continues_when_it_is_resumed(tmp_path: Path) -> None:
-    shown = await started_trainer(tmp_path, Checkpointed(4, "step_00000005/a.distcp is damaged"))
-    assert "a newer checkpoint is skipped: step_00000005/a.distcp is damaged" in shown
-    assert "continuing from step 4" in shown
-    assert re.search(r"step +4 of", shown)
-    assert re.search(r"reward +0\.5  ▁▁▁▁", shown)
-
-
-async def test_the_terminal_does_not_claim_to_continue_when_a_run_is_new(tmp_path: Path) -> None:
-    assert "continuing" not in await started_trainer(tmp_path, Checkpointed(0))
 
 
 async def test_a_run_says_that_it_learns_nothing_when_all_rewards_are_equal_for_long(

@@ -37,7 +37,6 @@ from async_rl.errors import (
     AlignmentError,
     CallLost,
     ConfigError,
-    EngineBusy,
     EngineError,
     EngineTimeout,
     EnvironmentNotReady,
@@ -475,16 +474,6 @@ async def test_limits_of_a_client_are_those_of_the_config() -> None:
         with pytest.raises(EnvironmentNotReady, match=r"engine\.start_timeout_s = 0\.1"):
             await engine.wait_ready()
         await engine.close()
-
-
-@pytest.mark.parametrize(("status", "kind"), [(401, CallLost), (429, EngineBusy), (503, CallLost)])
-async def test_the_status_is_told_when_the_server_refuses(status: int, kind: type[Exception]) -> None:
-    answer = sends(b"HTTP/1.1 %d No\r\nContent-Length: 4\r\n\r\nbusy" % status, keeps=True)
-    async with raw_server(answer) as (engine, connections):
-        for _ in range(2):
-            with pytest.raises(kind, match=f"answered {status} to a request: b'busy'"):
-                await call(engine, PROMPT, 8)
-    assert len(connections) == 1
 
 
 # -- routing --------------------------------------------------------------------------------------------

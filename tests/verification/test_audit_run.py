@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import shutil
 import sqlite3
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -180,14 +178,3 @@ def test_a_seed_fails_when_the_audit_of_its_files_does(
     monkeypatch.setattr("verification.simulation.simulated_trainer.trained", forget_groups)
     outcome = simulate(0, tmp_path, scenario=small_run(0))
     assert [TWICE in violation for violation in outcome.violations] == [True, False]
-
-
-def test_the_audit_imports_nothing_of_the_program() -> None:
-    imported = set()
-    for node in ast.walk(ast.parse(Path(audit_run.__file__).read_text())):
-        if isinstance(node, ast.Import):
-            imported.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level
-            imported.add(node.module)
-    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names

@@ -214,7 +214,7 @@ def strikes_do_not_count(original, *args, **named):
     """An engine that fails calls stays in service."""
 
 
-@breaks("async_rl.engines.lease:Lease.drop", "contract/real_parts", "unit/session", "unit/pool", "unit/lease")
+@breaks("async_rl.engines.lease:Lease.drop", "contract/real_parts", "unit/session", "unit/lease")
 def calls_that_fail_fail_their_attempts(original, *args, **named):
     """A call that its engine loses is not made again elsewhere."""
 
@@ -238,7 +238,7 @@ def engines_have_no_capacity(original, *args, **named):
 @breaks(
     "async_rl.runtime.serving_clock:ServingClock.set_paused",
     "simulation/engines_under_fire",
-    "unit/serving_clock",
+    "unit/waits",
 )
 def held_time_counts(original, *args, **named):
     """The time in which no engine serves counts against agent loops."""
@@ -339,13 +339,13 @@ def advantages_have_no_baseline(original, *args, **named):
     return mean * 0
 
 
-@breaks("trainer.losses.gae:gae", "property/loss_properties", "unit/gae")
+@breaks("trainer.losses.gae:gae", "property/loss_properties", "unit/advantages")
 def gae_forgets_lambda(original, rewards, values, trajectory, gamma, gae_lambda):
     """Later differences count as if lambda were 1."""
     return original(rewards, values, trajectory, gamma, 1.0)
 
 
-@breaks("trainer.losses.turns:turn_returns", "property/loss_properties", "unit/advantages", "unit/turns")
+@breaks("trainer.losses.turns:turn_returns", "property/loss_properties", "unit/advantages")
 def turn_rewards_are_not_discounted(original, turns, rewards, positions, values, discount):
     """Later turns count in full."""
     return original(turns, rewards, positions, values, 1.0)
