@@ -50,7 +50,6 @@ from async_rl.planning.process_costs import CostRow, fit_costs
 from async_rl.rollout.workers.link import connect_link, listen
 from async_rl.rollout.workers.messages import Heartbeat
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
-from async_rl.rollout.workers.worker import GRANT_S
 from async_rl.rollout.workers.worker_grants import WorkerGrants
 from benchmarks.support.loop_pauses import FOLDER, longest_pauses
 from benchmarks.support.paced_server import Counts, Pace
@@ -281,10 +280,8 @@ async def measure_heartbeat(rounds: int = 2000) -> float:
             "worker",
             {"": pool},
             ours.post,
-            grant_s=GRANT_S,
             clock=clock,
             on_revoke=lambda version: None,
-            probe_timeout_s=5.0,
             worker_stall_s=60.0,
         )
         metrics.event_loop_lag_seconds.observe(0.001)

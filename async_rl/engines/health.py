@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Final, Literal
 
 from async_rl.config import EnginesConfig, SGLangEngines
-from async_rl.engine_protocol import Engine
+from async_rl.engine_protocol import Engine, EngineHealth
 from async_rl.engines.granted_engines import GrantedEngines
 from async_rl.engines.lease import EngineLoad
 from async_rl.engines.pool import EnginePool, EngineState
@@ -153,6 +153,20 @@ def _interval_s(config: EnginesConfig) -> float:
     return min(PROBE_S / _CHECKS_PER_PROBE, config.stall_s / _CHECKS_PER_STALL)
 
 
+async def ask_health(engine: Engine) -> EngineHealth:
+    """Ask an engine for its health.
+
+    Raises:
+        EngineError: It cannot be reached, or does not answer as an engine does.
+        TimeoutError: It does not answer in time.
+    """
+    async with (
+        asyncio.timeout(PROBE_TIMEOUT_S) as scope,
+        waiting("engine", engine.engine_id, scope=scope),
+    ):
+        return await engine.health()
+
+
 class HealthWatch:
     """Checks all engines of a pool periodically."""
 
@@ -201,11 +215,7 @@ class HealthWatch:
         engine_id, probed_s = engine.engine_id, self._clock()
         before = self._pool.snapshot_of(engine_id)
         try:
-            async with (
-                asyncio.timeout(PROBE_TIMEOUT_S) as scope,
-                waiting("engine", engine_id, scope=scope),
-            ):
-                health = await engine.health()
+            health = await ask_health(engine)
         except EngineBusy:
             self._misses.pop(engine_id, None)  # it answers; calls show whether it does more than refuse
         except LocalShortage as error:

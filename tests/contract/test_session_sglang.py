@@ -36,9 +36,6 @@ LEASED = 1500
 
 SHORT = [40, 41, 42, 43]
 
-GRANT_S = 6.0
-"""Longer than any stall of the machine, so that grants expire in one test only."""
-
 
 def bench_of(engine: Any, world: SGLangWorld, **changes: Any) -> Bench:
     weights, limits = [str(path) for path in world.weights], {"top_k": 1, "max_new_tokens": ANSWER}
@@ -123,7 +120,7 @@ async def test_each_token_keeps_its_mask_when_updates_interrupt_truncated_sampli
 @pytest.fixture
 async def subject(sglang_world: SGLangWorld) -> AsyncIterator[EngineThroughWorker]:
     engine, client = sglang_world.engine(), sglang_world.engine()
-    async with through_worker(engine, client, grant_s=GRANT_S) as made:
+    async with through_worker(engine, client) as made:
         await sglang_world.load(made, 0)
         yield made
         await engine.interrupt("abort")

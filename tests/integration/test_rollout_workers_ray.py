@@ -10,7 +10,7 @@ import pytest
 
 from async_rl import placement
 from async_rl.observability.records import Summary
-from async_rl.rollout.workers.worker import GRANT_S
+from async_rl.rollout.workers.messages import GRANT_S
 from tests.simulation.test_loop import assert_conserved, make_config
 from tests.support.fateful_loop import BLOCK_S, FATE
 from tests.support.mortal_rank import PLAN

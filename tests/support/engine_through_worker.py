@@ -26,7 +26,7 @@ from async_rl.rollout.workers.messages import (
     Renewed,
     RevokeEngines,
 )
-from async_rl.rollout.workers.worker import GRANT_S, TICK_S
+from async_rl.rollout.workers.worker import TICK_S
 from async_rl.rollout.workers.worker_engines import WorkerEngines
 from async_rl.rollout.workers.worker_grants import WorkerGrants
 from async_rl.runtime.supervision import Nursery
@@ -99,9 +99,7 @@ class EngineThroughWorker:
 
 
 @asynccontextmanager
-async def through_worker(
-    engine: Engine, client: Engine, *, grant_s: float = GRANT_S
-) -> AsyncIterator[EngineThroughWorker]:
+async def through_worker(engine: Engine, client: Engine) -> AsyncIterator[EngineThroughWorker]:
     """Make calls to an engine through a worker, whose client of it is given, while the block runs."""
     clock = asyncio.get_running_loop().time
     metrics = Metrics()
@@ -115,13 +113,11 @@ async def through_worker(
             "rollout-worker-0",
             {"": pool},
             ours.post,
-            grant_s=grant_s,
             clock=clock,
             on_revoke=lambda version: None,
-            probe_timeout_s=5.0,
             worker_stall_s=30.0,
         )
-        worker = WorkerEngines(theirs.post, lambda *of: client, {"": metrics}, grant_s=grant_s, clock=clock)
+        worker = WorkerEngines(theirs.post, lambda *of: client, {"": metrics}, clock=clock)
         sent: dict[int, float] = {}
         tasks.start_task("checks", grants.checks.check_engines())
         tasks.start_task("worker's end", _receive_in_worker(theirs, worker, sent))

@@ -18,8 +18,6 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.worker_grants import WorkerGrants
 
-GRANT_S = 10.0
-
 
 class PlayedWorker:
     """A worker as the driver knows it: it does what the test says."""
@@ -40,10 +38,8 @@ class PlayedWorker:
             name,
             pools,
             self.posted.append,
-            grant_s=GRANT_S,
             clock=self.clock,
             on_revoke=on_revoke,
-            probe_timeout_s=5.0,
             worker_stall_s=stall_s,
         )
         self._num_heartbeats = 0

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from async_rl.engines.health import PROBE_TIMEOUT_S
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, LocalShortage, WorkerLost
@@ -142,7 +143,7 @@ async def test_an_engine_that_does_not_answer_in_time_gets_a_strike_and_none_if_
         for _ in range(3):
             assert driver.serving == ["engine-0"]
             await driver.fail("engine-0")
-            await asyncio.sleep(6.5)
+            await asyncio.sleep(PROBE_TIMEOUT_S + 1.5)
         assert driver.serving == (["engine-0"] if shortage else [])
 
 

@@ -22,6 +22,7 @@ from async_rl.engines.repair import EngineRepair
 from async_rl.errors import CallLost, EngineBusy, EngineError, RequestRefused, VersionMismatch
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
+    GRANT_S,
     EngineReport,
     EnginesReleased,
     GrantedEngine,
@@ -35,7 +36,7 @@ from async_rl.rollout.workers.worker_engines import WorkerEngines
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
 from tests.support.sessions import Watched, simulated
-from tests.support.worker_grants import GRANT_S, PlayedWorker, serving, use
+from tests.support.worker_grants import PlayedWorker, serving, use
 
 
 class Worker:
@@ -51,7 +52,6 @@ class Worker:
             self.posted.append,
             lambda *of: self.engine,
             {"": Metrics(), "judge": Metrics()},
-            grant_s=GRANT_S,
             clock=lambda: clock() + self.stopped_s,
         )
         self.calls = self.engines.models[""].dispatcher

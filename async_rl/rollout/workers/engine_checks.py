@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, NoReturn
 
 from async_rl.engine_protocol import Engine
+from async_rl.engines.health import ask_health
 from async_rl.engines.pool import EnginePool, EngineSnapshot, EngineState
 from async_rl.errors import (
     ConnectionLost,
@@ -58,7 +59,6 @@ class EngineChecks:
         pools: Mapping[str, EnginePool],
         clock: Callable[[], float],
         *,
-        probe_timeout_s: float,
         limit_s: float,
     ) -> None:
         """Start with a worker that reaches all engines.
@@ -66,12 +66,10 @@ class EngineChecks:
         Args:
             pools: The engines of each model by its name.
             clock: Monotonic seconds.
-            probe_timeout_s: How long an engine may take to answer.
             limit_s: A worker that reaches no engine for longer, while engines answer the driver, is ended.
         """
         self._pools = pools
         self._clock = clock
-        self._probe_timeout_s = probe_timeout_s
         self._limit_s = limit_s
         self._reports: dict[str, _Report] = {}
         """By engine; those that are being checked."""
@@ -144,11 +142,7 @@ class EngineChecks:
         """Ask an engine for its health; return what is wrong with it, or with the driver."""
         engine, text = report.engine, report.text
         try:
-            async with (
-                asyncio.timeout(self._probe_timeout_s) as scope,
-                waiting("engine", engine.engine_id, scope=scope),
-            ):
-                await engine.health()
+            await ask_health(engine)
         except EngineBusy:
             return None
         except LocalShortage as error:

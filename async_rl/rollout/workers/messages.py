@@ -53,6 +53,11 @@ log = logging.getLogger(__name__)
 log.addFilter(RepeatFilter())
 
 
+GRANT_S: Final = 10.0
+"""How long a worker may call engines after a heartbeat that the driver has answered. If a driver is blocked
+for longer, calls end with the tokens they have, and go on."""
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, eq=False, tag=True, array_like=True):
     """Base class of everything that goes over a link."""
 

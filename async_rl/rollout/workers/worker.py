@@ -72,10 +72,6 @@ TICK_S: Final = 0.25
 START_TIMEOUT_S: Final = 120.0
 """Longest start of a worker process, with the import of user code."""
 
-GRANT_S: Final = 10.0
-"""How long a worker may call engines after a heartbeat that the driver has answered. If a driver is blocked
-for longer, calls end with the tokens they have, and go on."""
-
 _MESSAGES_PER_TURN: Final = 16
 """The event loop comes round after this many messages: each attempt takes up to a millisecond to begin."""
 
@@ -136,9 +132,7 @@ class RolloutWorker:
         self._syncs_journal = files.syncs_journal
         self._link: Link | None = None
         model_metrics = {name: Metrics().share(metrics, MODEL_METRICS) for name in config.models}
-        self._engines = WorkerEngines(
-            self._post, connect, {"": metrics} | model_metrics, grant_s=GRANT_S, clock=clock
-        )
+        self._engines = WorkerEngines(self._post, connect, {"": metrics} | model_metrics, clock=clock)
         policy = self._engines.models[""]
         context = SessionContext(
             chat=chat,

@@ -26,7 +26,6 @@ from typing import Final, Self, cast
 import msgspec
 
 from async_rl.config import Config
-from async_rl.engines import health
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import (
     AgentLoopError,
@@ -58,7 +57,6 @@ from async_rl.rollout.workers.messages import (
     WorkerFailed,
 )
 from async_rl.rollout.workers.metric_counts import add_increments
-from async_rl.rollout.workers.worker import GRANT_S
 from async_rl.rollout.workers.worker_choice import WorkerChoice
 from async_rl.rollout.workers.worker_grants import WorkerGrants
 from async_rl.rollout.workers.worker_handle import Inbox, WorkerHandle
@@ -380,10 +378,8 @@ class WorkerBackend(RolloutBackend):
             worker.name,
             self._pools,
             worker.link.post,
-            grant_s=GRANT_S,
             clock=self._clock,
             on_revoke=worker.assume_sampling,
-            probe_timeout_s=health.PROBE_TIMEOUT_S,
             worker_stall_s=self._config.worker_stall_s,
         )
         self._grants = [each for each in self._grants if not each.is_closed] + [grants]

@@ -33,6 +33,7 @@ from async_rl.errors import (
 )
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.workers.messages import (
+    GRANT_S,
     AttemptProgress,
     EngineReport,
     EnginesReleased,
@@ -67,7 +68,6 @@ class WorkerEngines(EngineJudge):
         connect: ConnectEngine,
         metrics: Mapping[str, Metrics],
         *,
-        grant_s: float,
         clock: Callable[[], float],
     ) -> None:
         """Start without engines.
@@ -76,12 +76,10 @@ class WorkerEngines(EngineJudge):
             post: Sends a message to the driver.
             connect: Makes the client of an engine.
             metrics: What calls to each model count; "" is the policy.
-            grant_s: How long grants are valid after a heartbeat.
             clock: Monotonic seconds.
         """
         self._post = post
         self._connect = connect
-        self._grant_s = grant_s
         self._clock = clock
         self.models = {name: GrantedEngines(self, each, clock) for name, each in metrics.items()}
         """The engines of each model; "" is the policy."""
@@ -162,7 +160,7 @@ class WorkerEngines(EngineJudge):
     def renew(self, sent_s: float) -> None:
         """Prolong all grants: the driver has answered a heartbeat that was sent at this time."""
         was_valid = self.is_valid
-        until_s = sent_s + self._grant_s
+        until_s = sent_s + GRANT_S
         for engines in self.models.values():
             engines.dispatcher.valid_until_s = max(engines.dispatcher.valid_until_s, until_s)
         self._begin_expiry()
@@ -301,7 +299,7 @@ class WorkerEngines(EngineJudge):
         if self.is_valid:  # timers are up to a millisecond early in uvloop
             self._begin_expiry()
             return
-        self._end_calls(f"its grant has expired: the driver has not renewed it for {self._grant_s} s")
+        self._end_calls(f"its grant has expired: the driver has not renewed it for {GRANT_S} s")
 
     def _end_calls(self, why: str) -> None:
         """Send nothing more, and close all streams."""

@@ -26,6 +26,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.errors import CallLost, EngineError, VersionMismatch
 from async_rl.rollout.workers.engine_checks import EngineChecks
 from async_rl.rollout.workers.messages import (
+    GRANT_S,
     EngineReport,
     EnginesReleased,
     EngineUse,
@@ -60,10 +61,8 @@ class WorkerGrants(GrantHolder):
         pools: Mapping[str, EnginePool],
         post: Callable[[Message], None],
         *,
-        grant_s: float,
         clock: Callable[[], float],
         on_revoke: Callable[[int], None],
-        probe_timeout_s: float,
         worker_stall_s: float,
     ) -> None:
         """Start without grants: the pools give some once the worker has sent a heartbeat.
@@ -72,20 +71,17 @@ class WorkerGrants(GrantHolder):
             name: The worker.
             pools: The engines of each model by its name; those of the policy have an empty one.
             post: Sends a message to the worker.
-            grant_s: How long grants are valid after a heartbeat that was answered.
             clock: Monotonic seconds.
             on_revoke: Called with the oldest version of the policy's engines that are revoked: until the
                 worker has confirmed, any of its trajectories may sample under it.
-            probe_timeout_s: How long an engine that the worker cannot reach may take to answer the driver.
             worker_stall_s: A worker that reaches no engine for longer is ended.
         """
         self._name = name
         self._pools = pools
         self._post = post
-        self._grant_s = grant_s
         self._clock = clock
         self._on_revoke = on_revoke
-        self.checks = EngineChecks(pools, clock, probe_timeout_s=probe_timeout_s, limit_s=worker_stall_s)
+        self.checks = EngineChecks(pools, clock, limit_s=worker_stall_s)
         """Of engines that the worker cannot reach."""
         self._grants: dict[str, EngineGrant] = {}
         self._to_grant: dict[str, GrantedEngine] = {}
@@ -262,7 +258,7 @@ class WorkerGrants(GrantHolder):
     @property
     def _valid_s(self) -> float:
         """How long the worker may still use its grants, unless they are renewed."""
-        return max(0.0, self._renewed_s + self._grant_s + _CLOCK_MARGIN_S - self._clock())
+        return max(0.0, self._renewed_s + GRANT_S + _CLOCK_MARGIN_S - self._clock())
 
     def _watch_expiry(self) -> None:
         """Take back all grants when the worker can no longer use them: it is silent, and may come back."""
