@@ -12,7 +12,6 @@ from msgspec.structs import replace
 from async_rl.errors import TrainerError
 from async_rl.observability.records import StepRecord, step_record_log
 from tests.support.small_run import small_run
-from verification.simulation.cancellation_sweep import sweep
 from verification.simulation.faults import FaultKind
 from verification.simulation.scenario import Injection, Scenario
 from verification.simulation.simulate import SeedOutcome, simulate
@@ -119,19 +118,3 @@ def test_nothing_is_lost_when_engines_or_their_weights_fail_beside_a_step(
     assert outcome.violations == ()
     assert outcome.faults == {fault: 4}
     assert [record.step for record in records] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "OverlappedLoop._hand_over",
-        pytest.param("OverlappedLoop._run_step", marks=pytest.mark.long),
-        pytest.param("WeightSync.update_from_snapshot", marks=pytest.mark.long),
-    ],
-)
-def test_nothing_is_lost_when_a_run_is_cancelled_while_weights_are_on_their_way(
-    tmp_path: Path, place: str
-) -> None:
-    swept = sweep(overlapping(SLOW_SEND, "step_fails"), tmp_path, within=place)
-    assert swept.violations == []
-    assert swept.ends == {("cancelled", "finished")}

@@ -15,7 +15,6 @@ from async_rl.store.journal_file import JournalledTrajectory
 from async_rl.store.journal_folders import JournalClaim, JournalReader
 from tests.support.small_run import small_run
 from verification.simulation.__main__ import run_worker_seed
-from verification.simulation.cancellation_sweep import sweep
 from verification.simulation.faults import FaultKind
 from verification.simulation.scenario import Injection, Scenario, branching
 from verification.simulation.simulate import simulate
@@ -118,23 +117,3 @@ def test_a_worker_that_reaches_no_engine_is_replaced_and_no_engine_is_restarted(
     assert outcome.incarnations == ("finished",)
     assert outcome.faults["isolate_worker"] == 2
     assert quarantined == []
-
-
-@pytest.mark.parametrize(
-    "within",
-    [
-        pytest.param("WorkerBackend._keep_worker", marks=pytest.mark.real),
-        *(
-            pytest.param(f, marks=pytest.mark.long)
-            for f in ("WorkerBackend.run_attempt", "LeaseDispatcher.lease")
-        ),
-    ],
-)
-def test_nothing_is_lost_when_a_run_with_workers_is_cancelled(tmp_path: Path, within: str) -> None:
-    faults: tuple[FaultKind, ...] = ("kill_worker", "mute_worker")
-    swept = sweep(with_two_workers(small_run(0, faults)), tmp_path, within=within)
-    assert swept.violations == []
-    assert len(swept.runs) > 1
-    assert all(
-        run.incarnations[0] == "cancelled" and run.incarnations[-1] == "finished" for run in swept.runs[1:]
-    )

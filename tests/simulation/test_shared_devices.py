@@ -11,7 +11,6 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability.records import step_record_log
 from tests.support.small_run import small_run
 from verification.simulation.__main__ import run_seed
-from verification.simulation.cancellation_sweep import sweep
 from verification.simulation.faults import FaultKind
 from verification.simulation.faulty_engines import FaultyEngine
 from verification.simulation.scenario import Ending, Scenario, sharing, with_adapters
@@ -104,14 +103,3 @@ def test_an_engine_that_has_lost_the_models_weights_never_serves(
     found = outcome_of(adapted(shared_run(0)), tmp_path / "0")
     assert found.violations == ()
     assert any("does not have the model's weights that it had before" in error for error in errors), errors
-
-
-@pytest.mark.parametrize(
-    "function", ["hand_to_engines", pytest.param("_clear_engine", marks=pytest.mark.long)]
-)
-def test_nothing_is_lost_when_a_run_is_cancelled_in_the_middle_of_a_hand_over(
-    function: str, tmp_path: Path
-) -> None:
-    swept = sweep(shared_run(0, ("refuse_memory", "die")), tmp_path, within=f"SharedDevices.{function}")
-    assert swept.violations == []
-    assert swept.ends == {("cancelled", "finished")}

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
+from tests.simulation.test_overlap import SLOW_SEND, overlapping
+from tests.simulation.test_rollout_workers import with_two_workers
+from tests.simulation.test_shared_devices import shared_run
 from tests.support.small_run import small_run
 from verification.simulation.cancellation_sweep import sweep
 from verification.simulation.faults import FaultKind
+from verification.simulation.scenario import Scenario
 
 FAULTS: tuple[FaultKind, ...] = ("die_in_call", "hang", "step_fails", "partial_update")
 
@@ -37,4 +42,30 @@ def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path:
         "WeightPublisher.publish_files",
     }
     # Each cancellation took place, and an incarnation after it came to the end.
+    assert swept.ends == {("cancelled", "finished")}
+
+
+SCENARIOS: dict[str, Callable[[], Scenario]] = {
+    "workers": lambda: with_two_workers(small_run(0, ("kill_worker", "mute_worker"))),
+    "overlap": lambda: overlapping(SLOW_SEND, "step_fails"),
+    "shared devices": lambda: shared_run(0, ("refuse_memory", "die")),
+}
+
+
+@pytest.mark.parametrize(
+    ("scenario", "within"),
+    [
+        pytest.param("workers", "WorkerBackend._keep_worker", marks=pytest.mark.real),
+        pytest.param("workers", "WorkerBackend.run_attempt", marks=pytest.mark.long),
+        pytest.param("workers", "LeaseDispatcher.lease", marks=pytest.mark.long),
+        ("overlap", "OverlappedLoop._hand_over"),
+        pytest.param("overlap", "OverlappedLoop._run_step", marks=pytest.mark.long),
+        pytest.param("overlap", "WeightSync.update_from_snapshot", marks=pytest.mark.long),
+        ("shared devices", "SharedDevices.hand_to_engines"),
+        pytest.param("shared devices", "SharedDevices._clear_engine", marks=pytest.mark.long),
+    ],
+)
+def test_nothing_is_lost_when_a_run_is_cancelled_within(tmp_path: Path, scenario: str, within: str) -> None:
+    swept = sweep(SCENARIOS[scenario](), tmp_path, within=within)
+    assert swept.violations == []
     assert swept.ends == {("cancelled", "finished")}

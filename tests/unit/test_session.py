@@ -504,11 +504,16 @@ async def test_halves_of_surrogate_pairs_are_not_an_error():
 USER = {"role": "user"}
 
 
+async def talked(*said: str) -> Bench:
+    """A session after its first turn."""
+    bench, _ = talking(lines(*said))
+    bench.session.start([{**USER, "content": "q"}])
+    await bench.session.generate()
+    return bench
+
+
 async def test_a_session_that_goes_on_after_messages_were_refused_is_not_of_length():
-    bench, _ = talking(lines("A.", "B."))
-    session = bench.session
-    session.start([{**USER, "content": "q"}])
-    await session.generate()
+    session = (await talked("A.", "B.")).session
     with pytest.raises(PromptTooLong):
         session.add_messages([{**USER, "content": "x" * 9000}])
     session.add_messages([{**USER, "content": "short"}])
@@ -518,10 +523,7 @@ async def test_a_session_that_goes_on_after_messages_were_refused_is_not_of_leng
 
 
 async def test_messages_that_cannot_fit_together_are_refused_at_the_first_that_is_too_much():
-    bench, _ = talking(lines("A.", "B."))
-    session = bench.session
-    session.start([{**USER, "content": "q"}])
-    await session.generate()
+    session = (bench := await talked("A.", "B.")).session
     session.add_messages([{**USER, "content": "kept"}])
     for _ in range(3):
         session.add_messages([{**USER, "content": "x" * 90_000}])
@@ -536,10 +538,7 @@ async def test_messages_that_cannot_fit_together_are_refused_at_the_first_that_i
 
 
 async def test_results_that_json_does_not_have_are_read_as_what_they_are():
-    bench, _ = talking(lines("A."))
-    session = bench.session
-    session.start([{**USER, "content": "q"}])
-    await session.generate()
+    session = (await talked("A.")).session
     session.add_tool_result({"mean": float("nan"), "most": float("-inf"), "é": 1})
     assert session.messages[-1]["content"] == '{"mean":NaN,"most":-Infinity,"é":1}'
     with pytest.raises(TypeError, match="bytes is not JSON"):

@@ -34,6 +34,9 @@ async def read_batch(batch: TakenBatch) -> dict[str, str]:
     return await asyncio.to_thread(frames.find_flaws, batch.trajectories)
 
 
+OPEN: list[Run] = []
+
+
 class Run:
     """A queue on a folder; `again` opens the next one after a crash."""
 
@@ -51,6 +54,11 @@ class Run:
         self.queue.groups.restore_groups()
         self.position = self.ledger.data_position()
         self.next = self.position.cursor
+        OPEN.append(self)
+
+    def close(self) -> None:
+        OPEN.remove(self)
+        self.queue.close()
 
     def dispatch(self, name: str, size: int = 2, version: int = 0) -> None:
         self.queue.groups.dispatch_group(
@@ -86,12 +94,19 @@ class Run:
         return Run(self.folder, step, **self.settings)
 
 
+@pytest.fixture(autouse=True)
+async def closed() -> AsyncIterator[None]:
+    """Close what a test has opened, after it has ended."""
+    yield
+    while OPEN:
+        OPEN[0].close()
+
+
 @pytest.fixture
 async def run(tmp_path: Path) -> AsyncIterator[Run]:
     run = Run(tmp_path)
     yield run
     audit_ledger(run.ledger)
-    run.queue.close()
 
 
 @asynccontextmanager
@@ -195,7 +210,6 @@ async def test_put_waits_for_a_step_when_the_spool_is_full(tmp_path: Path) -> No
         await run.queue.settle_batch(batch, 1)
         await put
     assert run.queue.groups.backlog.num_ready == 1
-    run.queue.close()
 
 
 @pytest.mark.parametrize("settled_before", [False, True])
@@ -212,7 +226,6 @@ async def test_put_fails_clearly_when_the_spool_is_too_small_for_one_batch(
         async with asyncio.timeout(60):
             await run.put(make_group("d", tokens=6000))
     assert run.queue.groups.ledger.counts().in_flight == 2
-    run.queue.close()
 
 
 async def test_a_group_without_space_waits_while_another_one_is_about_to_be_dispatched(
@@ -229,7 +242,6 @@ async def test_a_group_without_space_waits_while_another_one_is_about_to_be_disp
     run.queue.set_tasks_left(False)
     with pytest.raises(SpoolFull, match="raise it"):
         await putting
-    run.queue.close()
 
 
 async def test_a_group_without_space_stays_in_flight_when_the_run_is_stopped(tmp_path: Path) -> None:
@@ -243,7 +255,6 @@ async def test_a_group_without_space_stays_in_flight_when_the_run_is_stopped(tmp
         assert not putting.done()
         putting.cancel()
     assert run.queue.groups.backlog.num_in_flight == 1
-    run.queue.close()
 
 
 async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Path) -> None:
@@ -266,7 +277,6 @@ async def test_take_waits_for_the_straggler_that_would_grow_too_old(tmp_path: Pa
     assert batch is not None
     assert batch.group_ids == ("old", "c")
     assert batch.staleness == (1, 1, 0, 0)
-    run.queue.close()
 
 
 async def test_take_goes_on_when_the_group_that_it_waits_for_is_lost(tmp_path: Path) -> None:
@@ -286,7 +296,6 @@ async def test_take_goes_on_when_the_group_that_it_waits_for_is_lost(tmp_path: P
         batch = await taking
     assert batch is not None
     assert batch.group_ids == ("a",)
-    run.queue.close()
 
 
 async def test_a_restart_admits_no_more_than_the_bound_allows(tmp_path: Path) -> None:
@@ -296,7 +305,7 @@ async def test_a_restart_admits_no_more_than_the_bound_allows(tmp_path: Path) ->
     first.dispatch("c")
     first.dispatch("d")
     assert not first.queue.admits
-    first.queue.close()
+    first.close()
     second = first.again()
     assert not second.queue.admits
     await second.queue.settle_batch(await second.take(0), 1)
@@ -306,7 +315,6 @@ async def test_a_restart_admits_no_more_than_the_bound_allows(tmp_path: Path) ->
         assert second.queue.admits
         second.dispatch(name, version=1)
     assert not second.queue.admits
-    second.queue.close()
 
 
 @pytest.mark.real_time  # a call waits in its thread
@@ -325,7 +333,6 @@ async def test_the_counts_of_a_scrape_agree_while_a_batch_is_being_settled(
             assert run.queue.groups.ledger.counts().trained == 4
             assert value_of(metrics.trajectories_trained_total) == 4
             go()
-    run.queue.close()
 
 
 async def test_a_trajectory_above_the_bound_is_never_handed_out(
@@ -389,7 +396,6 @@ async def test_groups_that_are_due_are_given_up_when_batches_do_not_wait(tmp_pat
     assert (counts.dropped, run.queue.groups.backlog.num_in_flight) == ({"too_stale": 2}, 1)
     assert (asked, run.ledger.data_position().pending) == ([0], (0,))
     audit_ledger(run.ledger)
-    run.queue.close()
 
 
 @pytest.mark.parametrize("staleness_policy", ["wait", "drop"])
@@ -409,7 +415,6 @@ async def test_a_batch_that_is_not_waited_for_costs_no_group_in_flight(
     batch = await run.queue.next_batch(1, wait=False)
     assert batch is not None
     assert batch.group_ids == ("fresh",)
-    run.queue.close()
 
 
 async def mixed(run: Run, name: str, *ages: tuple[tuple[int, int], ...]) -> None:
@@ -437,7 +442,6 @@ async def test_only_tokens_within_the_bound_are_trained_when_older_ones_are_mask
     counts = run.queue.groups.ledger.counts()
     assert (counts.trained, counts.dropped) == (4, {"too_stale": 1})
     audit_ledger(run.ledger)
-    run.queue.close()
 
 
 async def test_branches_are_no_siblings_when_masking_leaves_one_attempt(tmp_path: Path) -> None:
@@ -453,7 +457,6 @@ async def test_branches_are_no_siblings_when_masking_leaves_one_attempt(tmp_path
     batch = await run.take(3)
     assert batch.group_ids == ("b",)
     assert run.queue.groups.ledger.counts().dropped == {"too_stale": 3}
-    run.queue.close()
 
 
 async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp_path: Path) -> None:
@@ -470,8 +473,6 @@ async def test_what_was_masked_away_stays_dropped_when_the_batch_comes_again(tmp
     counts = second.queue.groups.ledger.counts()
     assert (counts.trained, counts.dropped) == (1, {"too_stale": 1})
     audit_ledger(second.ledger)
-    for run in (first, second):
-        run.queue.close()
 
 
 async def test_lengths_of_all_that_ended_are_compared_with_those_of_what_was_trained(tmp_path: Path) -> None:
@@ -486,8 +487,6 @@ async def test_lengths_of_all_that_ended_are_compared_with_those_of_what_was_tra
     assert run.queue.groups.lengths.distance == pytest.approx(50 / 150)
     run.queue.groups.drop_group("lost", "straggler")
     assert run.queue.groups.lengths.distance == pytest.approx(100 / 200)
-    for each in (first, run):
-        each.queue.close()
 
 
 async def test_a_group_sampled_by_older_weights_than_was_said_is_dropped_not_trained(run: Run) -> None:
@@ -629,8 +628,6 @@ async def test_finished_work_is_kept_when_the_driver_dies(tmp_path: Path) -> Non
     assert third.position.pending == (0, 1)
     assert third.queue.groups.backlog.num_ready == 1
     audit_ledger(third.ledger)
-    for run in (first, second, third):
-        run.queue.close()
 
 
 async def test_a_damaged_or_lost_frame_of_an_earlier_process_is_found_with_its_batch(tmp_path: Path) -> None:
@@ -650,16 +647,13 @@ async def test_a_damaged_or_lost_frame_of_an_earlier_process_is_found_with_its_b
     second.queue.groups.flush_ledger()
     assert second.files == ["c-0", "c-1", "d-0", "d-1"]
     audit_ledger(second.ledger)
-    for run in (first, second):
-        run.queue.close()
 
 
 async def test_frames_are_found_when_the_run_was_moved(tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     first = Run(tmp_path / "here")
     await first.ready("a", "b")
-    first.queue.close()
+    first.close()
     moved = Run((tmp_path / "here").rename(tmp_path / "there"))
     batch = await moved.take()
     assert read_trajectories(batch).num_trajectories == 4
-    moved.queue.close()

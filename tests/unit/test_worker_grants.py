@@ -42,7 +42,7 @@ from tests.support.worker_grants import PlayedWorker, serving, use
 class Worker:
     """A worker's calls to engines that decode a token in 100 ms, without a driver."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, granted: bool = False) -> None:
         self.engine = simulated(Watched(), decode_step_s=0.1, prefill_tokens_per_s=1e9)
         self.posted: list[Message] = []
         self.clock = clock = asyncio.get_running_loop().time
@@ -58,6 +58,8 @@ class Worker:
         self.leases: list[Lease] = []
         self.events: list[Chunk | Finish] = []
         self.engines.renew(clock())
+        if granted:
+            self.grant()
 
     def grant(self, engine_id: str = "engine-0", *, epoch: int = 1, model: str = "", **changed: Any) -> None:
         fields = {"weight_version": 0, "restart_count": 0, "num_flushes": epoch} | changed
@@ -113,6 +115,11 @@ class Driver(PlayedWorker):
         self.revoked_versions: list[int] = []
         super().__init__({"": self.pool, "teacher": self.teacher}, on_revoke=self.revoked_versions.append)
 
+    def add_second_engine(self) -> None:
+        """Let engine-1 serve, too."""
+        self.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
+        self.pool.serve_engine("engine-1", 3)
+
     def interrupt(self, mode: InterruptMode = "abort", pool: EnginePool | None = None) -> asyncio.Task[None]:
         """Hold an engine, and interrupt its calls."""
         return self.nursery.start_task("interrupt", self._interrupt(self.engine, mode, pool or self.pool))
@@ -150,8 +157,7 @@ async def driving() -> AsyncIterator[Driver]:
 
 @pytest.mark.parametrize("end", ["revoked", "revoked and granted again", "expired, and its timer is late"])
 async def test_nothing_is_sent_under_a_grant_that_has_ended(end: str) -> None:
-    worker = Worker()
-    worker.grant()
+    worker = Worker(granted=True)
     calling = await worker.start_call(wait_s=0.5)
     if end.startswith("revoked"):
         worker.revoke()
@@ -169,8 +175,7 @@ async def test_nothing_is_sent_under_a_grant_that_has_ended(end: str) -> None:
 
 
 async def test_a_share_that_changes_interrupts_no_call() -> None:
-    worker = Worker()
-    worker.grant()
+    worker = Worker(granted=True)
     calling = await worker.start_call()
     worker.grant(num_holders=2)
     await asyncio.sleep(0.5)
@@ -181,8 +186,7 @@ async def test_a_share_that_changes_interrupts_no_call() -> None:
 
 async def test_a_refusal_says_nothing_once_its_grant_was_revoked() -> None:
     """Whose memory is released refuses calls; they would count in its next epoch."""
-    worker = Worker()
-    worker.grant()
+    worker = Worker(granted=True)
 
     async def refuse(request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
         await asyncio.sleep(0.5)
@@ -202,8 +206,7 @@ async def test_a_refusal_says_nothing_once_its_grant_was_revoked() -> None:
 @pytest.mark.parametrize("early_s", [1e-9, 0.0009])
 async def test_a_grant_expires_also_when_the_timer_for_that_is_early(early_s: float) -> None:
     """By the resolution of the event loop: a nanosecond of asyncio's, a millisecond of uvloop's."""
-    worker = Worker()
-    worker.grant()
+    worker = Worker(granted=True)
     worker.stopped_s = -early_s
     with pytest.raises(CallLost, match="grant has expired"):
         await (await worker.start_call())
@@ -211,8 +214,7 @@ async def test_a_grant_expires_also_when_the_timer_for_that_is_early(early_s: fl
 
 
 async def test_an_expired_grant_closes_its_stream_and_is_valid_again_when_the_driver_answers() -> None:
-    worker = Worker()
-    worker.grant()
+    worker = Worker(granted=True)
     calling = await worker.start_call()
     await asyncio.sleep(4.0)
     worker.engines.renew(worker.clock() - 1.0)  # what counts is when the heartbeat was sent
@@ -232,8 +234,7 @@ async def test_an_expired_grant_closes_its_stream_and_is_valid_again_when_the_dr
 
 async def test_a_grant_that_was_revoked_while_the_worker_was_silent_is_not_valid_again() -> None:
     """The driver says so before it answers the heartbeat."""
-    worker = Worker()
-    worker.grant()
+    worker = Worker(granted=True)
     await asyncio.sleep(GRANT_S + 1.0)
     worker.revoke()
     worker.engines.renew(worker.clock())
@@ -254,8 +255,7 @@ async def test_calls_of_other_models_have_their_engines_and_versions() -> None:
 
 @pytest.mark.parametrize("wrong_weights", [False, True])
 async def test_calls_are_dropped_for_what_their_engine_is_quarantined_for(wrong_weights: bool) -> None:
-    worker = Worker()
-    worker.grant()
+    worker = Worker(granted=True)
     calling = await worker.start_call()
     worker.revoke(failure="it serves version 0", wrong_weights=wrong_weights)
     with pytest.raises(VersionMismatch if wrong_weights else CallLost, match="it serves version 0"):
@@ -265,8 +265,7 @@ async def test_calls_are_dropped_for_what_their_engine_is_quarantined_for(wrong_
 
 async def test_an_engine_that_failed_is_called_less_until_the_driver_has_judged_it() -> None:
     """Sessions would otherwise give up: they have several tries, and a report is under way."""
-    worker = Worker()
-    worker.grant()
+    worker = Worker(granted=True)
     times = []
 
     async def fail(request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
@@ -342,8 +341,7 @@ def test_an_engine_with_few_calls_is_lent_until_it_has_as_many_as_others() -> No
 
 async def test_a_worker_with_many_calls_borrows_an_engine_with_few() -> None:
     async with driving() as driver:
-        driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
-        driver.pool.serve_engine("engine-1", 3)
+        driver.add_second_engine()
         other = PlayedWorker(driver.pools, name="rollout-worker-1")
         await other.beat()
         mine = next(name for name in driver.grants.grants() if name != "teacher-0")
@@ -360,8 +358,7 @@ async def test_a_worker_with_many_calls_borrows_an_engine_with_few() -> None:
 
 async def test_an_engine_that_fails_is_replaced_by_a_share_of_another() -> None:
     async with driving() as driver:
-        driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
-        driver.pool.serve_engine("engine-1", 3)
+        driver.add_second_engine()
         other = PlayedWorker(driver.pools, name="rollout-worker-1")
         await other.beat()
         assert sorted([*driver.grants.grants(), *other.grants.grants()]) == [
@@ -467,8 +464,7 @@ async def test_the_end_of_calls_of_an_earlier_grant_is_not_that_of_later_ones() 
 async def test_one_message_revokes_the_engines_of_a_turn() -> None:
     """An update of a thousand engines would otherwise send each worker hundreds of messages."""
     async with driving() as driver:
-        driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
-        driver.pool.serve_engine("engine-1", 3)
+        driver.add_second_engine()
         await asyncio.sleep(0.01)
         interrupting = {}
         for engine in driver.pool.engines():
@@ -737,8 +733,7 @@ async def test_an_engine_that_is_silent_for_one_worker_only_is_not_to_blame(hear
 
 async def test_an_engine_that_refuses_what_others_accept_gets_strikes() -> None:
     async with driving() as driver:
-        driver.pool.add_engine(simulated(Watched(), engine_id="engine-1"))
-        driver.pool.serve_engine("engine-1", 3)
+        driver.add_second_engine()
         await driver.beat()
         await driver.beat(msgspec.structs.replace(use("engine-1"), accepted_s=1.0))
         for since_s in (0.5, 2.0, 2.0, 2.0):
