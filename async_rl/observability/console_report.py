@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -115,10 +115,9 @@ class RunProgress:
     The panel moves the cursor, so only an interactive console shows it.
     """
 
-    def __init__(self, console: TextConsole, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: TextConsole) -> None:
         self._console = console
-        self._clock = clock
-        self._started_s = clock()
+        self._started_s = time.monotonic()
         self._max_steps = 0
         self._records: list[StepRecord] = []
         self._num_continued = 0
@@ -134,7 +133,7 @@ class RunProgress:
 
     def start(self, config: Config, run_dir: Path, metrics_url: str) -> None:
         """Print the first screen and, on a terminal, open the live panel under it."""
-        self._started_s = self._clock()
+        self._started_s = time.monotonic()
         self._max_steps = config.run.max_steps
         print_header(self._console, config, run_dir, metrics_url)
         if self._live:
@@ -152,7 +151,7 @@ class RunProgress:
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        self._print(f"[{self._clock() - self._started_s:5.0f} s] {text}")
+        self._print(f"[{time.monotonic() - self._started_s:5.0f} s] {text}")
 
     def continue_from(self, records: Sequence[StepRecord]) -> None:
         """Show a run that has these steps, and measure its pace anew."""
@@ -198,7 +197,7 @@ class RunProgress:
         bar.add_row(
             ProgressBar(total=self._max_steps, completed=done, width=min(40, self._console.width - 4))
         )
-        title = f"async-rl  {format_duration(self._clock() - self._started_s)}{self._remaining(done)}"
+        title = f"async-rl  {format_duration(time.monotonic() - self._started_s)}{self._remaining(done)}"
         return Panel(Group(bar, pairs(rows)), title=Text(title), title_align="left", expand=False)
 
     def _remaining(self, done: int) -> str:

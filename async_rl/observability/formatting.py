@@ -50,19 +50,19 @@ def format_percent(share: Figure) -> str:
     return f"{share:.0%}" if is_finite(share) else "n/a"
 
 
-def compact(value: Figure, digits: int = 3) -> str:
+def compact(value: Figure) -> str:
     """Return a figure in a few characters: `0.0123`, `1.2e-5`, `12.3k`, `n/a`."""
     if not is_finite(value):
         return "n/a"
     size = abs(value)
     for least, letter, unit in _COMPACT:
         if size >= least:
-            return f"{value / unit:.{digits}g}{letter}"
+            return f"{value / unit:.3g}{letter}"
     if size and size < 1e-3:
-        return f"{value:.{max(0, digits - 2)}e}".replace("e-0", "e-")
+        return f"{value:.1e}".replace("e-0", "e-")
     if size >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+    return f"{value:.3g}"
 
 
 def number_ranges(numbers: Sequence[int]) -> str:

@@ -28,27 +28,21 @@ _MAX_KINDS: Final = 256
 """The most kinds of messages that a `RepeatFilter` tells apart."""
 
 
+_MAX_RECORDS: Final = 5
+_PERIOD_S: Final = 60.0
+
+
 class RepeatFilter(logging.Filter):
-    """Passes each kind of message at most `max_records` times in `period_s`, then says how many it left out.
+    """Passes each kind of message `_MAX_RECORDS` times in `_PERIOD_S`, then says how many it left out.
 
     Messages are of one kind if they have the same logger, level and first line before formatting, or, with a
     `prefix`, if they begin with it.
     """
 
-    def __init__(
-        self,
-        *,
-        prefix: str = "",
-        max_records: int = 5,
-        period_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, *, prefix: str = "") -> None:
         """Limit messages that begin with `prefix`; others pass."""
         super().__init__()
         self._prefix = prefix
-        self._max_records = max_records
-        self._period_s = period_s
-        self._clock = clock
         self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
         """When the period of each kind began, and its messages since."""
 
@@ -61,16 +55,16 @@ class RepeatFilter(logging.Filter):
         first_line = str(record.msg).partition("\n")[0][:200]
         if not first_line.startswith(self._prefix):
             return True
-        kind, now = (record.name, record.levelno, self._prefix or first_line), self._clock()
+        kind, now = (record.name, record.levelno, self._prefix or first_line), time.monotonic()
         begin_s, count = self._kinds.get(kind, (now, 0))
-        if now - begin_s >= self._period_s:
-            if (left_out := count - self._max_records) > 0:
+        if now - begin_s >= _PERIOD_S:
+            if (left_out := count - _MAX_RECORDS) > 0:
                 record.msg = f"{record.msg} ({left_out} more like it were not logged)"
             begin_s, count = now, 0
         if kind not in self._kinds and len(self._kinds) >= _MAX_KINDS:
             self._kinds.clear()
         self._kinds[kind] = (begin_s, count + 1)
-        return count < self._max_records
+        return count < _MAX_RECORDS
 
 
 log.addFilter(RepeatFilter())

@@ -49,9 +49,9 @@ async def run_uncancellable(
     return await wait_out_shortage(lambda: _run_once_uncancellable(threads, work))
 
 
-async def run_to_end(work: Callable[[], R], threads: Executor | None = None) -> R:
+async def run_to_end(work: Callable[[], R]) -> R:
     """Run file work as `run_uncancellable` does, and raise a cancellation that arrived meanwhile."""
-    result, cancelled = await run_uncancellable(threads, work)
+    result, cancelled = await run_uncancellable(None, work)
     if cancelled is not None:
         raise cancelled
     return result

@@ -125,8 +125,8 @@ def _without_empty_series(chart: Chart) -> Chart:
     return msgspec.structs.replace(chart, series=kept)
 
 
-def thinned(chart: Chart, most: int = MAX_POINTS) -> Chart:
-    """Return a chart thinned to about `most` points, with values of four digits.
+def thinned(chart: Chart) -> Chart:
+    """Return a chart thinned to about `MAX_POINTS` points, with values of four digits.
 
     Each stretch keeps the lowest and the highest value of every line; the first and last point stay.
     """
@@ -134,8 +134,8 @@ def thinned(chart: Chart, most: int = MAX_POINTS) -> Chart:
     rows += [] if chart.band is None else [chart.band.low, chart.band.high]
     size = len(chart.xs)
     kept = set(range(size))
-    if size > most:
-        num_stretches = max(1, most // (2 * len(rows)))
+    if size > MAX_POINTS:
+        num_stretches = max(1, MAX_POINTS // (2 * len(rows)))
         kept = {0, size - 1}
         for i in range(num_stretches):
             stretch = range(i * size // num_stretches, (i + 1) * size // num_stretches)

@@ -108,7 +108,6 @@ class Feed:
         read_status: Callable[[], Now],
         records: Callable[[], Sequence[StepRecord]],
         evaluations: Callable[[], Sequence[EvaluationRecord]] = tuple,
-        clock: Callable[[], float] = time.monotonic,
         *,
         refresh_s: float = 1.0,
         max_draw_share: float = 0.05,
@@ -120,7 +119,6 @@ class Feed:
             read_status: Returns the run's present state; called in the event loop.
             records: Returns the records of all steps so far.
             evaluations: Returns all evaluations so far.
-            clock: Monotonic seconds, for the time that drawing takes.
             refresh_s: Seconds between two messages about the run's state.
             max_draw_share: Share of the time that drawing may take: the charts of a very long run come less
                 often.
@@ -130,7 +128,6 @@ class Feed:
         self._read_status = read_status
         self._records = records
         self._evaluations = evaluations
-        self._clock = clock
         self._refresh_s = refresh_s
         self._max_draw_share = max_draw_share
         self._driver_id = f"{time.time_ns():x}"
@@ -199,7 +196,7 @@ class Feed:
         message = _event("now", _ENCODER.encode(self._read_status()))
         for client in list(self._clients):
             client.send(message)
-        if self._clock() < self._draw_again_s:
+        if time.monotonic() < self._draw_again_s:
             return
         steps = await self._drawn()
         if steps.id != self._sent_id:
@@ -216,10 +213,10 @@ class Feed:
             key += f".{len(evaluations)}" if evaluations else ""
             steps_id = f"{self._driver_id}.{key}"
             if steps_id != self._steps.id:
-                begin_s = self._clock()
+                begin_s = time.monotonic()
                 draw = partial(draw_steps, steps_id, records, self._max_staleness, evaluations)
                 self._steps = await call_in_thread(draw, name="page")
-                end_s = self._clock()
+                end_s = time.monotonic()
                 self._draw_again_s = end_s + (end_s - begin_s) / self._max_draw_share
             return self._steps
 

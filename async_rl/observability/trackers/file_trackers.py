@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import struct
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import google_crc32c
 
@@ -41,14 +40,10 @@ class JsonlTracker:
 class ConsoleTracker:
     """Prints one line per step in verl's format: `step:7 - actor/ppo_kl:0.0 - ...`."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """Print to a stream; None is standard output, above the live panel."""
-        self._stream = stream
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Implements `Tracker.log`."""
         shown = " - ".join([f"step:{step}", *(f"{name}:{value:.6g}" for name, value in metrics.items())])
-        print_text(shown, file=self._stream or sys.stdout, flush=True)
+        print_text(shown, flush=True)
 
     def close(self) -> None:
         """Implements `Tracker.close`."""
