@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-import zlib
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +39,7 @@ from async_rl.rollout.session.rollout_session import RolloutSession
 from async_rl.rollout.session.transcript import Transcript
 from async_rl.runtime.supervision import Nursery, services
 from async_rl.store.journal import JournalEntry
-from async_rl.types import Completion, Task
+from async_rl.types import Task
 from tests.support.engine_calls import call
 from tests.support.fake_sglang import facts
 from tests.support.ray_runs import make_run_folder
@@ -205,11 +204,6 @@ async def test_the_end_of_its_log_is_reported_when_a_server_does_not_start(tmp_p
         await server.stop()
 
 
-def fingerprint(task: Task, completion: Completion) -> float:
-    """Differs between any two answers, so that every group has advantages."""
-    return zlib.crc32(completion.text.encode()) / 2**32
-
-
 @pytest.mark.megatron
 @pytest.mark.ray
 async def test_a_trainer_under_ray_learns_from_answers_of_a_server_and_updates_it(
@@ -231,7 +225,7 @@ async def test_a_trainer_under_ray_learns_from_answers_of_a_server_and_updates_i
         "engine": {"urls": [server.url], "device": "cpu"},
         "rollout": {
             "agent_loop": "agent_loops.single_turn:SingleTurnLoop",
-            "reward": f"{__name__}:fingerprint",
+            "reward": "tests.support.ray_runs:fingerprint",
             "group_size": 2,
             "max_concurrent_trajectories": 4,
             "max_staleness": 1,

@@ -5,7 +5,6 @@
 
 import asyncio
 import os
-import zlib
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from async_rl.rollout.session.api import Session
 from async_rl.run.device_sharing import SharedDevices
 from async_rl.runtime.supervision import Nursery
 from async_rl.trainer_protocol import Trainer
-from async_rl.types import Completion, StopReason, Task, TrainBatch
+from async_rl.types import StopReason, Task, TrainBatch
 from async_rl.weights import checksums
 from tests.support.ray_runs import GROUP_SIZE, assert_ledger_holds, make_run_folder, real_config
 from tests.support.recording_worker import FOLDER
@@ -41,17 +40,12 @@ pytestmark = [
 ]
 
 
-def fingerprint(task: Task, completion: Completion) -> float:
-    """Differs between any two answers, so that every group has advantages."""
-    return zlib.crc32(completion.text.encode()) / 2**32
-
-
 def make_config(calculator: Path, tmp_path: Path, *overrides: str) -> Config:
     sections: dict[str, dict[str, Any]] = {
         "run": {"name": "real", "max_steps": 4},
         "engine": {"num_engines": 2},
         "rollout": {
-            "reward": f"{__name__}:fingerprint",
+            "reward": "tests.support.ray_runs:fingerprint",
             "max_concurrent_trajectories": 24,
             "max_staleness": 3,
             "max_new_tokens": 400,

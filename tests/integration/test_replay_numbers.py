@@ -23,13 +23,7 @@ from benchmarks import sampling_mask
 from benchmarks.real_parts import Mismatch, build_model, make_batch, random_prompts, serving
 from tests.support import merged_rows as merging
 
-pytestmark = [
-    pytest.mark.real,
-    pytest.mark.sglang,
-    pytest.mark.megatron,
-    pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:::megatron"),
-]
+pytestmark = [pytest.mark.real, pytest.mark.sglang, pytest.mark.megatron, pytest.mark.timeout(600)]
 
 SETTINGS = [merging.NEVER, merging.Setting(2, "flush"), merging.Setting(2, "in_place")]
 

@@ -21,10 +21,8 @@ class NeverStops(PlainChat):
 class WatchedEngine:
     """Records the calls of an engine, and makes them or reports their ends differently when told to."""
 
-    def __init__(self, engine: Engine, *, always_full: bool = False) -> None:
-        """Ask for all rows in each call if `always_full`."""
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._always_full = always_full
         self.mute = False
         """Whether calls end without rows."""
         self.asked: list[int] = []
@@ -38,8 +36,6 @@ class WatchedEngine:
         return getattr(self._engine, name)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | Finish]:
-        if self._always_full:
-            request = msgspec.structs.replace(request, routing_start=0)
         self.asked.append(request.routing_start)
         async for event in self._engine.generate(request):
             if isinstance(event, Chunk):

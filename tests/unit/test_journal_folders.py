@@ -45,8 +45,8 @@ def left_behind(folder: Path, name: str, *parts: Sampled, epoch: int, attempt: i
     return folder
 
 
-def claim_of(*folders: Path, oldest: int | None = 0, cap: int | None = None) -> JournalClaim:
-    sources = tuple(JournalSource(folder=str(folder), newest_version=cap) for folder in folders)
+def claim_of(*folders: Path, oldest: int | None = 0) -> JournalClaim:
+    sources = tuple(JournalSource(folder=str(folder)) for folder in folders)
     return JournalClaim(owner_epoch=99, sources=sources, oldest_version=oldest)
 
 
