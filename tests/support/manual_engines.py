@@ -113,6 +113,12 @@ class ManualPool:
     def start(self, key: str, **prompt: int) -> asyncio.Task[str]:
         return self.nursery.start_task(key, self.call(key, **prompt))
 
+    async def begin(self, *keys: str) -> None:
+        """Start calls, and let them reach their engines."""
+        for key in keys:
+            self.start(key)
+        await settle()
+
     def state(self, engine_id: str) -> EngineState | None:
         standing = self.pool.snapshot_of(engine_id)
         return standing.state if standing is not None else None

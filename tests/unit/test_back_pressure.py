@@ -129,8 +129,7 @@ async def test_an_engine_that_refuses_every_call_attracts_no_more_than_three(sta
     """The engine with the fewest calls is chosen, and one that refuses at once always has the fewest."""
     async with manual_pool("broken", "a") as bench:
         for number in range(8):
-            bench.start(f"t{number}")
-            await settle()
+            await bench.begin(f"t{number}")
             broken = bench.engines["broken"]
             if len(broken.streams) > broken.left:
                 error = explain_refusal("broken", status, None, b'{"error":"Unauthorized"}', NOW)
@@ -176,9 +175,7 @@ async def test_calls_wait_when_the_only_engine_that_serves_refuses_all(state: st
             bench.pool.quarantine_engine("a", EngineError("gone"))
             bench.pool.rejoin_engine("a")
         broken, refusal = bench.engines["broken"], explain_refusal("broken", 400, None, SGLANG_ERROR, NOW)
-        for number in range(50):
-            bench.start(f"t{number}")
-        await settle()
+        await bench.begin(*(f"t{number}" for number in range(50)))
         for number in range(50):
             broken.say(number, refusal)
         await settle()
@@ -212,8 +209,7 @@ async def test_an_engine_accepts_requests_when_it_answers_without_tokens() -> No
         for number in range(9):
             bench.pool.own.record_refused_request("scores", f"t{number}", RequestRefused("too long"))
             await asyncio.sleep(1.1)
-            bench.start(f"s{number}")
-            await settle()
+            await bench.begin(f"s{number}")
             bench.engines["scores"].say(-1, Finish(reason="length", version_spans=()))
             await settle()
         assert len(bench.engines["scores"].streams) == 9, "it is never doubted, nor limited"
@@ -234,8 +230,7 @@ async def test_an_engine_is_believed_when_it_accepts_others_or_refuses_one_traje
             bench.pool.own.record_refused_request("broken", f"t{number}", refused)
             bench.pool.own.record_refused_request("broken", f"bad.{number}", refused)  # a branch of `bad`
             for key in ("b", "c"):  # one on each engine
-                bench.start(f"{key}{number}")
-                await settle()
+                await bench.begin(f"{key}{number}")
             for engine in bench.engines.values():
                 engine.say(-1, tokens(1), END)
             await settle()
@@ -243,15 +238,13 @@ async def test_an_engine_is_believed_when_it_accepts_others_or_refuses_one_traje
         for number in range(20):
             await asyncio.sleep(1.0)
             bench.pool.own.record_refused_request("broken", f"bad.{number}", refused)
-            bench.start(f"d{number}")
-            await settle()
+            await bench.begin(f"d{number}")
         assert [len(engine.streams) for engine in bench.engines.values()] == [30, 30], "it is not paused"
 
 
 async def test_a_busy_engine_gets_no_calls_until_it_asked_for_them() -> None:
     async with manual_pool("a") as bench:
-        bench.start("t1")
-        await settle()
+        await bench.begin("t1")
         bench.engines["a"].say(0, EngineBusy("429", 7.0))
         await settle()
         bench.start("t1")
@@ -268,26 +261,20 @@ async def test_an_engine_that_refuses_a_late_call_while_it_does_not_serve_gets_a
         bench.pool.hold_engine("a")
         bench.pool.own.record_back_pressure("a", EngineBusy("its memory is released", 5.0))
         bench.pool.serve_engine("a", 1)
-        for index in range(4):
-            bench.start(f"t{index}")
-        await settle()
+        await bench.begin(*(f"t{index}" for index in range(4)))
         assert bench.pool.load_of("a").calls == 4
 
 
 async def test_a_busy_engine_is_given_what_it_accepted_and_the_others_the_rest() -> None:
     async with manual_pool("a", "b") as bench:
-        for number in range(8):
-            bench.start(f"t{number}")
-        await settle()
+        await bench.begin(*(f"t{number}" for number in range(8)))
         a, b = bench.engines["a"], bench.engines["b"]
         a.say(0, tokens(1))
         for stream in (1, 2, 3):  # it takes one call, and refuses the rest of the burst
             a.say(stream, EngineBusy("429", 1.0))
         await settle()
         await asyncio.sleep(1.5)  # the pause is over
-        for number in range(20):
-            bench.start(f"u{number}")
-        await settle()
+        await bench.begin(*(f"u{number}" for number in range(20)))
         assert len(a.streams) - a.left == 1
         assert len(b.streams) == 4 + 20, "a limited engine must not lower the bound of the others"
 
@@ -295,8 +282,7 @@ async def test_a_busy_engine_is_given_what_it_accepted_and_the_others_the_rest()
 async def test_a_busy_engine_is_quarantined_only_when_nothing_succeeds() -> None:
     async with manual_pool("a", "b") as bench:
         bench.pool.hold_engine("b")
-        bench.start("long")
-        await settle()
+        await bench.begin("long")
         bench.engines["a"].say(0, tokens(1))  # it decodes one call, and refuses all others
         await settle()
         bench.pool.hold_engine("a")
@@ -322,15 +308,12 @@ async def test_a_busy_engine_is_quarantined_only_when_nothing_succeeds() -> None
 
 async def test_no_engine_is_blamed_and_calls_wait_when_this_process_cannot_connect() -> None:
     async with manual_pool("a", "b") as bench:
-        for number in range(8):
-            bench.start(f"t{number}")
-        await settle()
+        await bench.begin(*(f"t{number}" for number in range(8)))
         for engine in bench.engines.values():
             for stream in range(4):
                 engine.say(stream, LocalShortage("no descriptors"))
         await settle()
-        bench.start("later")
-        await settle()
+        await bench.begin("later")
         assert bench.order[8:] == []
         assert [bench.state(name) for name in "ab"] == [EngineState.SERVING] * 2
         assert bench.counted("local_shortages_total") == 8

@@ -105,8 +105,7 @@ async def test_an_engine_is_left_after_as_many_missed_probes_as_are_allowed(
 async def test_probes_that_are_missed_between_tokens_are_not_added_up() -> None:
     """An engine that prefills or compiles may miss some: only misses without tokens between them count."""
     async with watched("a") as bench:
-        bench.start("t1")
-        await settle()
+        await bench.begin("t1")
         bench.engines["a"].answers.clear()
         for _ in range(5):
             bench.engines["a"].say(0, tokens(3))
@@ -138,9 +137,7 @@ async def test_the_first_call_after_a_restart_has_time_to_compile_kernels_and_la
 
 async def test_no_engine_is_killed_when_calls_wait_long_in_its_queue() -> None:
     async with watched("a") as bench:
-        bench.start("running")
-        bench.start("queued")
-        await settle()
+        await bench.begin("running", "queued")
         for _ in range(60):
             bench.engines["a"].say(0, tokens(1))
             await asyncio.sleep(9.0)
@@ -170,12 +167,10 @@ async def test_a_stream_that_the_engine_forgot_moves_and_the_others_stay() -> No
 async def test_a_call_whose_payload_arrives_is_not_forgotten(sampled: int) -> None:
     """It has no more tokens to receive, while the others go on and take the engine's time."""
     async with watched("a") as bench:
-        bench.start("t1")
-        await settle()
+        await bench.begin("t1")
         bench.engines["a"].say(0, *[tokens(1)] * sampled, PayloadProgress())
         for number in range(1, 15):
-            bench.start(f"u{number}")
-            await settle()
+            await bench.begin(f"u{number}")
             for earlier in range(1, number + 1):
                 bench.engines["a"].say(earlier, tokens(1))
             await asyncio.sleep(20.0)
@@ -188,8 +183,7 @@ async def test_a_call_whose_payload_arrives_is_not_forgotten(sampled: int) -> No
 
 async def test_an_update_waits_for_a_payload_as_long_as_pieces_arrive() -> None:
     async with watched("a") as bench:
-        bench.start("t1")
-        await settle()
+        await bench.begin("t1")
         began_s = asyncio.get_running_loop().time()
         bench.pool.hold_engine("a")
 
@@ -236,8 +230,7 @@ async def test_a_request_that_the_doctor_has_ended_is_not_ended_again() -> None:
 async def test_an_update_is_no_silence_but_a_missing_answer_ends_it() -> None:
     """Calls are paused during the update; the engine is probed all the same."""
     async with watched("a") as bench:
-        bench.start("t1")
-        await settle()
+        await bench.begin("t1")
         bench.engines["a"].say(0, tokens(1))
         await settle()
         bench.pool.hold_engine("a")
@@ -270,8 +263,7 @@ async def test_no_engine_is_judged_when_our_own_loop_stalled() -> None:
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualTimeLoop)
     async with watched("a") as bench:
-        bench.start("t1")
-        await settle()
+        await bench.begin("t1")
         bench.engines["a"].say(0, tokens(1))
         await asyncio.sleep(9.0)
         loop.jump(400.0)
