@@ -171,8 +171,7 @@ async def test_rows_before_a_retraction_are_marked_when_calls_do_not_fit_the_cac
     async def answer() -> tuple[Bench, Trajectory]:
         limits = {"max_context_tokens": 512, "max_new_tokens": new_tokens}
         bench = Bench(cast(Engine, engine), facts=world.facts, top_k=1, **limits)
-        bench.start()
-        await bench.session.generate()
+        await bench.begin()
         return bench, await bench.finish()
 
     with world:

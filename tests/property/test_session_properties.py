@@ -184,8 +184,7 @@ async def live(world: World, engine: Fate) -> Trajectory:
         max_new_tokens=16,
     )
     engine.bench = bench
-    bench.start()
-    await bench.session.generate()
+    await bench.begin()
     try:
         for tool in world.tools:
             bench.session.add_messages([{"role": "tool", "content": "4"}] * tool.messages)

@@ -128,13 +128,10 @@ class World:
             evaluates = standing is not None and standing.state is EngineState.EVALUATING
             self.heard.append((engine.engine_id, evaluates))
             if evaluates:
-                self.evaluating_call(engine)
+                self._evaluating_call(engine)
             return generate(request)
 
         engine.generate = listening  # type: ignore[method-assign]
-
-    evaluating_call: Callable[[SimulatedEngine], object] = staticmethod(lambda engine: None)
-    """Called with the engine at each call that is made for an evaluation."""
 
     def lent_engines(self) -> int:
         """Engines that are lent to an evaluation and not reserved for it."""
@@ -142,7 +139,9 @@ class World:
         evaluating = len(self.orchestrator.pool.engines(EngineState.EVALUATING))
         return max(0, evaluating - (reserved if isinstance(reserved, int) else 0))
 
-    async def run(self) -> Summary:
+    async def run(self, called: Callable[[SimulatedEngine], object] = lambda engine: None) -> Summary:
+        """Run; `called` gets the engine of each call that is made for an evaluation."""
+        self._evaluating_call = called
         loop = asyncio.get_running_loop()
         make_run_folder(self.config)
         ids = itertools.count()
@@ -186,8 +185,7 @@ async def test_a_run_ends_when_it_is_stopped_during_its_last_evaluation(tmp_path
         if world.orchestrator.pool.version_of(engine.engine_id) == 6:
             world.stop.set()
 
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
+    check(world, await world.run(called))
     first, second = (record.weight_version for record in world.records)
     assert first == 2
     assert second in (4, 5), "engines may have been updated before they were lent"
@@ -232,8 +230,7 @@ async def test_versions_stay_pinned_when_updates_fall_into_their_evaluation(tmp_
         others = (pool.version_of(e.engine_id) for e in pool.engines() if e is not engine)
         moved.append(max(others) - pool.version_of(engine.engine_id))
 
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
+    check(world, await world.run(called))
     assert max(moved) > 0, "no update fell into an evaluation"
     records = world.records
     assert [r.status for r in records] == ["done"] * len(records)
@@ -266,8 +263,7 @@ async def test_the_trainers_turn_waits_for_an_evaluation_when_devices_are_shared
         phases.append(world.orchestrator.devices.phases.phase)
 
     world.cluster.trainer.train_step = watched  # type: ignore[method-assign]
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
+    check(world, await world.run(called))
     versions = [record.weight_version for record in world.records]
     assert {record.status for record in world.records} == {"done"}
     assert versions == sorted({0, 6, *versions})
@@ -310,8 +306,7 @@ async def test_a_stop_does_not_wait_for_an_evaluation_when_devices_are_shared(tm
         engine.faults.append(Fault("hang", after_tokens=1))
         asyncio.get_running_loop().call_later(0.2, world.stop.set)
 
-    world.evaluating_call = called  # type: ignore[method-assign]
-    summary = await world.run()
+    summary = await world.run(called)
     assert summary.trajectories.unaccounted == 0
     assert world.records == []
     assert step_record_log(world.run_dir / "metrics.jsonl").read()[-1].step < 6
@@ -340,8 +335,7 @@ async def test_an_answer_with_a_token_of_another_version_is_sampled_again(tmp_pa
             loop.call_later(0.1, setattr, engine, "_version", 99)
             loop.call_later(0.3, setattr, engine, "_version", 2)
 
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
+    check(world, await world.run(called))
     first = world.records[0]
     assert (first.weight_version, first.status) == (2, "done")
     assert first.dropped == {}
@@ -366,8 +360,7 @@ async def test_an_evaluation_is_missing_and_the_next_one_is_not_when_its_engine_
                 pool, error = world.orchestrator.pool, EngineError("its process ended")
                 asyncio.get_running_loop().call_later(0.05, pool.quarantine_engine, engine.engine_id, error)
 
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
+    check(world, await world.run(called))
     first, *others = world.records
     assert (first.weight_version, first.status, first.scores) == (2, "missing", {})
     assert died[0] in first.reason or "no engine" in first.reason
@@ -394,8 +387,7 @@ async def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path)
     completions = world.run_dir / "evaluations" / "completions"
     completions.mkdir(parents=True)
     (completions / "of_one_that_was_killed").write_bytes(b"")
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
+    check(world, await world.run(called))
     assert [r.scores["all"].reward.value for r in world.records] == [4.0]
     assert written, "answers wait for the others of their task in files"
     assert not completions.exists()
@@ -433,8 +425,7 @@ async def test_answers_are_written_again_when_their_worker_is_killed(tmp_path):
             killed.append(min(world.cluster.workers.ends))
             asyncio.get_running_loop().call_later(0.1, world.cluster.workers.kill, 0)
 
-    world.evaluating_call = called  # type: ignore[method-assign]
-    check(world, await world.run())
+    check(world, await world.run(called))
     assert killed == ["evaluation-worker-0"]
     assert {r.status for r in world.records} == {"done"}
     assert [r.dropped for r in world.records] == [{}] * len(world.records)

@@ -116,6 +116,11 @@ class Bench:
     def start(self) -> None:
         self.session.start([{"role": "user", "content": "hi"}])
 
+    async def begin(self) -> None:
+        """Start the session and generate its first turn."""
+        self.start()
+        await self.session.generate()
+
     async def finish(self) -> Trajectory:
         return await self.session.finish_trajectory("completed", {"reward": 1.0})
 

@@ -125,8 +125,7 @@ async def test_all_is_thrown_away_when_the_prompt_is_another(tmp_path: Path) -> 
         cast(Engine, ScriptedEngine(scripts=[turn(2)])), replay="off", entry=reopen_entry(journal, left)
     )
     bench.chat.prompt_ids = lambda *_, **__: np.arange(5, dtype=np.int32)  # type: ignore[method-assign]
-    bench.start()
-    await bench.session.generate()
+    await bench.begin()
     assert written(await bench.finish()) == [100, 101]
     assert bench.counted("resume_discarded_tokens_total") == 3
     journal.close()
@@ -155,8 +154,7 @@ async def test_rows_of_the_whole_are_fetched_when_nothing_is_left_to_sample(tmp_
 
     engine = ScriptedEngine(scripts=[recover])
     bench = Bench(cast(Engine, engine), facts=ONE_LAYER, entry=reopen_entry(journal, left))
-    bench.start()
-    await bench.session.generate()
+    await bench.begin()
     trace = (await bench.finish()).trace
     assert trace is not None
     assert trace.valid.all()

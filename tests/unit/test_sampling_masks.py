@@ -164,8 +164,7 @@ async def test_no_masks_are_requested_when_sampling_is_not_truncated_or_not_repl
     for settings in ({}, {"top_p": 0.9, "top_k": 4, "replay_sampling": False}):
         script = [lambda r: [Chunk.of([100], [-0.5]), ended("stop", 0, 1)]]
         bench = Bench(ScriptedEngine("engine-0", script), replay="off", **settings)
-        bench.start()
-        await bench.session.generate()
+        await bench.begin()
         assert not bench.engines[0].requests[0].return_mask
         assert (await bench.finish()).sampling_mask is None
 

@@ -97,8 +97,7 @@ async def test_tokens_count_as_old_as_their_call_when_it_dies_after_weights_chan
 
     second = ScriptedEngine("engine-1", [lambda r: sampled(1, "stop", 1, prompt=PROMPT + 4, first=200)])
     b = make_bench(Dying("engine-0"), second, interrupt=interrupt)
-    b.start()
-    await b.session.generate()
+    await b.begin()
     trajectory = await b.finish()
     assert ids_of(trajectory) == [100, 101, 102, 103, 200]
     assert trajectory.weight_versions[PROMPT:].tolist() == [0, 0, 0, 0, 1]
@@ -152,8 +151,7 @@ async def test_tokens_are_discarded_when_the_finish_says_that_unknown_weights_sa
 
     second = ScriptedEngine("engine-1", [lambda r: sampled(1, "stop", 0, prompt=PROMPT, first=200)])
     b = make_bench(Restarted("engine-0"), second)
-    b.start()
-    await b.session.generate()
+    await b.begin()
     assert ids_of(await b.finish()) == [200]
     assert b.counted("answers_discarded_total", reason="wrong_versions") == 1
     assert b.pool.needs_repair("engine-0")

@@ -73,8 +73,7 @@ async def interrupted(bench: Bench, policy: Watched, lengths: list[int]) -> Traj
 
 async def first_turn(bench: Bench) -> None:
     """One turn, and the answer of a tool to it."""
-    bench.start()
-    await bench.session.generate()
+    await bench.begin()
     bench.session.add_messages([{"role": "tool", "content": "4"}])
 
 
@@ -186,13 +185,11 @@ async def test_no_token_and_no_row_comes_twice_when_a_stream_breaks(fault: Any) 
     policy = Watched(stop_at=[40])
     first, second = simulated(policy, "engine-0"), simulated(policy, "engine-1")
     plain = Bench(second, **LONG)
-    plain.start()
-    await plain.session.generate()
+    await plain.begin()
     whole = await plain.finish()
     first.faults.append(Fault(fault, after_tokens=6))
     bench = Bench(first, second, **LONG)
-    bench.start()
-    await bench.session.generate()
+    await bench.begin()
     trajectory = await bench.finish()
     assert [len(s.token_ids) for s in trajectory.sampled] == [6, 27]
     assert [s.engine_id for s in trajectory.sampled] == ["engine-0", "engine-1"]
@@ -272,8 +269,7 @@ async def test_a_trajectory_is_rejected_when_an_engine_sends_one_row_too_many() 
     engine = simulated(policy)
     engine.faults.append(Fault("wrong_rows"))
     bench = Bench(engine, **LONG)
-    bench.start()
-    await bench.session.generate()
+    await bench.begin()
     with pytest.raises(AlignmentError, match="20 routing rows, expected 19"):
         await bench.finish()
 
@@ -558,8 +554,7 @@ async def test_everything_is_fetched_again_when_one_token_of_the_history_was_edi
 async def test_rows_are_recovered_when_the_history_was_edited_after_the_last_turn() -> None:
     policy = Watched(stop_at=LENGTHS_AFTER_TURNS)
     bench = Bench(simulated(policy), **LONG)
-    bench.start()
-    await bench.session.generate()
+    await bench.begin()
     edit(bench, 2)
     assert_whole(await bench.finish(), 0)
     assert bench.counted("routing_payloads_total", kind="recovery") == 1
@@ -702,8 +697,7 @@ async def test_siblings_never_share_an_array() -> None:
     traces = []
     for _ in range(2):
         bench = Bench(engine, **LONG)
-        bench.start()
-        await bench.session.generate()
+        await bench.begin()
         traces.append((await bench.finish()).trace)
     assert np.array_equal(traces[0].rows, traces[1].rows)
     assert not np.shares_memory(traces[0].rows, traces[1].rows)
@@ -733,8 +727,7 @@ async def test_flips_are_measured_when_a_trajectory_is_of_the_sample(merge: str)
 async def test_the_rows_of_a_cancelled_attempt_are_freed_before_its_loop_has_ended() -> None:
     policy = Watched(stop_at=[60])
     bench = Bench(simulated(policy), **LONG)
-    bench.start()
-    await bench.session.generate()
+    await bench.begin()
     bench.session.abandon()
     with pytest.raises(RuntimeError, match="closed session"):
         await bench.session.generate()
