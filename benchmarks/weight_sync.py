@@ -1,6 +1,6 @@
 """Measures giving an engine new weights, by transport, against copying the same bytes.
 
-    python benchmarks/weight_sync.py [--quick] [--json FILE]
+    python benchmarks/weight_sync.py [--publish] [--quick] [--json FILE]
 
 A real SGLang server on the CPU gets the weights of a random Qwen3-MoE again and again, by each transport
 alternately, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read
@@ -14,6 +14,9 @@ the trainer's, and every transport has them.
 
 Columns are medians, with the smallest and the largest; bytes/s are of publish and stall together. `checksum`
 is what `weights.verify=checksum` adds: the engine's sums over its weights, and the trainer's over its own.
+
+`--publish` measures the real trainer on 1, 2 and 4 data-parallel ranks instead: a version that all owners
+write, synced and renamed, against the same bytes, which as many processes write into one file each and sync.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
@@ -39,12 +43,15 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only mod
 from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import free_port
+from async_rl.runtime.files import sync
 from async_rl.weights.relay import BucketRelay
 from benchmarks.logits_memory import PeakBytes
 from benchmarks.real_parts import serving
 from benchmarks.support.tables import Row, argument_parser, report, timed
+from tests.support.ranks import run_ranks
 from tests.support.sglang_world import in_trainer_order
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
+from tests.support.trainers import started, trainer_config
 from trainer.weights.weight_export import WeightExport
 
 GROUP = "benchmark"
@@ -67,6 +74,7 @@ class Sender:
         self._bucket_bytes = bucket_bytes
         self._version = 0
         self._export = WeightExport(
+            lambda: iter(self.tensors.items()),
             lambda: iter(self.tensors.items()),
             0,
             torch.device("cpu"),
@@ -235,13 +243,75 @@ async def measure(hidden: int, layers: int, rounds: int, bucket_bytes: int, scra
     return rows
 
 
+class Published(NamedTuple):
+    """What one rank has measured: bytes that it owns, and seconds of each round."""
+
+    num_bytes: int
+    publish_s: list[float]
+    plain_s: list[float]
+
+
+def publish_on_rank(rank: int, folder: Path, model: Path, ranks: int, rounds: int) -> Published:
+    """Publish a version again and again on one of several ranks, and write its bytes plainly."""
+    config = trainer_config(model, replay=False, num_ranks=ranks)
+    meeting = folder / f"meeting of {ranks}" if ranks > 1 else None
+    found = Published(0, [], [])
+    with started(config, rank=rank, meeting=meeting) as worker:
+        num_bytes = worker.model.bridge.owners(worker.model.chunks).bytes_of(rank)
+        data, out, plain = bytes(num_bytes), folder / f"version of {ranks}", folder / f"plain {rank}"
+
+        def write_plainly() -> None:
+            plain.write_bytes(data)
+            sync(plain)
+
+        ways = (
+            (found.publish_s, lambda: worker.publish(str(out), 1)),
+            (found.plain_s, write_plainly),
+        )
+        for _ in range(rounds + 1):
+            for times, work in ways:
+                dist.barrier()
+                times.append(timed(work)())
+        return Published(num_bytes, found.publish_s[1:], found.plain_s[1:])
+
+
+def measure_publishing(hidden: int, layers: int, rounds: int, scratch: Path) -> list[Row]:
+    """Measure publishing on 1, 2 and 4 ranks; return rows for the table."""
+    sizes = {"hidden_size": hidden, "expert_size": hidden, "num_layers": layers, "num_experts": 16}
+    model = build_tiny_qwen3_moe(scratch / "model", vocab_size=300, **sizes)
+    rows = []
+    for ranks in (1, 2, 4):
+        found: list[Published] = run_ranks(publish_on_rank, scratch, model, ranks, rounds, ranks=ranks)
+        total = sum(each.num_bytes for each in found)
+        publish = [max(times) for times in zip(*(each.publish_s for each in found), strict=True)]
+        plain = [max(times) for times in zip(*(each.plain_s for each in found), strict=True)]
+        seconds = statistics.median(publish)
+        rows.append(
+            {
+                "what": f"publish, {ranks} ranks",
+                "seconds": [seconds, min(publish), max(publish)],
+                "GB/s": total / seconds / 1e9,
+                "GB/s per rank": total / seconds / 1e9 / ranks,
+                "largest share": max(each.num_bytes for each in found) / total,
+                "x plain writes": seconds / statistics.median(plain),
+            }
+        )
+    return rows
+
+
 def main() -> int:
     """Measure and print."""
-    options = argument_parser(__doc__, quick="a small model, 3 rounds: under a minute").parse_args()
+    parser = argument_parser(__doc__, quick="a small model, 3 rounds: under a minute")
+    parser.add_argument("--publish", action="store_true", help="files of 1, 2 and 4 ranks, no transports")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     hidden, layers, rounds, bucket_bytes = (256, 2, 3, 8 << 20) if options.quick else (512, 4, 7, 64 << 20)
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = asyncio.run(measure(hidden, layers, rounds, bucket_bytes, Path(scratch)))
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        if options.publish:
+            rows = measure_publishing(hidden, layers, rounds, scratch)
+        else:
+            rows = asyncio.run(measure(hidden, layers, rounds, bucket_bytes, scratch))
     return report(rows, f"weights of a model of {layers} layers, hidden size {hidden}", options.json)
 
 

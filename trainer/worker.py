@@ -28,6 +28,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from async_rl.config import Config, RejectConfig, old_log_probs_reason, parse_config
 from async_rl.engine_protocol import GroupInvite, TensorSpec
@@ -220,6 +221,7 @@ class TrainerWorker:
         self._offload = TrainerOffload(*models, saver=saver)
         self._weights = WeightExport(
             self.export_weights,
+            self.export_owned,
             self._rank,
             device,
             check=self._check_exported,
@@ -932,7 +934,8 @@ class TrainerWorker:
         """Implements `Trainer.publish_delta`."""
         self.weights.tensor_specs()
         with self._beside_training():
-            return self.weights.write_delta(Path(path), base, weight_version)
+            num_files = dist.get_world_size() if self._snapshot is None else 1
+            return self.weights.write_delta(Path(path), base, weight_version, num_files)
 
     def open_weight_group(self, invite: GroupInvite) -> None:
         """Join a weight-update group on rank 0; the other ranks return at once."""
@@ -978,6 +981,12 @@ class TrainerWorker:
         with adapters merged into them, or adapters under PEFT's names.
         """
         return self._gather_weights() if self._snapshot is None else self._snapshot.tensors()
+
+    def export_owned(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield those of the weights that this rank owns, or the snapshot, which rank 0 has."""
+        if self._snapshot is not None:
+            return self._snapshot.tensors()
+        return self.model.bridge.export_owned(self.model.chunks)
 
     def _gather_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self.syncs_adapter:

@@ -10,8 +10,9 @@ between the changed positions and the differences of the bit patterns are small 
 that this does not compress is sent unchanged. Only bit patterns are compared, so that -0.0 and the payloads
 of NaNs are preserved.
 
-A file ends with its header and a checksum over the file. The header has a checksum of each tensor before and
-after: differences are only added to the weights they were computed from, and only a result that equals the
+A delta is a folder with a file of each rank, of the tensors that it owns. A file ends with its header and a
+checksum over the file. The header has the number of files, and a checksum of each tensor before and after:
+differences are only added to the weights they were computed from, and only a result that equals the
 trainer's bit for bit is used. Checksums are CRC-32C, against damage rather than attacks.
 """
 
@@ -86,6 +87,8 @@ class DeltaHeader(msgspec.Struct, frozen=True):
     base: int
     version: int
     changes: tuple[Change, ...]
+    num_files: int
+    """Files of the whole delta."""
 
 
 class DeltaWriter:
@@ -97,7 +100,13 @@ class DeltaWriter:
         self._version: int | None = None
 
     def write_delta(
-        self, tensors: Iterable[tuple[str, int, Raw]], path: Path, base: int | None, version: int
+        self,
+        tensors: Iterable[tuple[str, int, Raw]],
+        path: Path,
+        base: int | None,
+        version: int,
+        *,
+        num_files: int = 1,
     ) -> bool:
         """Keep a version, and write its changes if the version kept before is the base.
 
@@ -107,6 +116,7 @@ class DeltaWriter:
             path: The file; it is created atomically.
             base: The version that receivers have; None to write no file.
             version: The version of the tensors.
+            num_files: Files of the whole delta.
 
         Returns:
             Whether a file was written.
@@ -133,7 +143,7 @@ class DeltaWriter:
                 old[:] = new
                 self._kept[name] = (old, after)
                 changes.append(Change(name, itemsize, len(new), start, out.size, before, after))
-            header = msgspec.json.encode(DeltaHeader(base, version, tuple(changes)))
+            header = msgspec.json.encode(DeltaHeader(base, version, tuple(changes), num_files))
             out.write(header)
             out.write(struct.pack("<Q", len(header)))
             file.write(struct.pack("<I", out.sum))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Final, Protocol
@@ -126,7 +127,7 @@ class DeltaDelivery:
     async def remove_delta(self) -> None:
         """Remove the delta once every host has read it."""
         if self._path is not None:
-            await asyncio.to_thread(self._path.unlink, missing_ok=True)
+            await asyncio.to_thread(shutil.rmtree, self._path, ignore_errors=True)
             self._path = None
 
     async def _publish_whole(self, version: int) -> str:

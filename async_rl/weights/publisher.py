@@ -41,11 +41,9 @@ class WeightPublisher:
 
     async def remove_leftovers(self) -> None:
         """Remove what an earlier incarnation of the run published, or was publishing when it was killed."""
-        folders = [*self.directory.glob("version_*"), *self.directory.glob(".version_*.tmp")]
-        for folder in sorted(folders):
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-        for file in sorted(self.directory.glob("*delta_*")):
-            await asyncio.to_thread(file.unlink)
+        for pattern in ("version_*", ".version_*.tmp", "delta_*"):
+            for folder in sorted(self.directory.glob(pattern)):
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     def adopt_files(self, version: int, path: Path) -> None:
         """Use existing files of a version, such as the model that version 0 is."""

@@ -14,7 +14,7 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class WeightFolder:
         with self._lock:
             self.clear_folder()
             try:
-                return self._write_version(Path(path), version, None)
+                return self._write_version(Path(path), version, ())
             except OSError as error:
                 self.clear_folder()
                 raise DeltaRefused(f"cannot copy {path} to {self._root}: {error}", "failed") from error
@@ -68,12 +68,15 @@ class WeightFolder:
         """
         with self._lock:
             try:
-                data = np.memmap(path, np.uint8, "r")
-                header = read_header(data)
+                files = [np.memmap(file, np.uint8, "r") for file in sorted(Path(path).glob("*.delta"))]
+                parts = [(read_header(data), data) for data in files]
+                if {header.num_files for header, _ in parts} != {len(parts)}:
+                    raise DeltaRefused(f"{path} has {len(parts)} files, and others are missing", "damaged")
+                header = parts[0][0]
                 if self._held is None or self._held[0] != header.base:
                     held = "nothing" if self._held is None else f"version {self._held[0]}"
                     raise DeltaRefused(f"{path} is of version {header.base}; held is {held}", "base")
-                return self._write_version(self._held[1], header.version, (header, data))
+                return self._write_version(self._held[1], header.version, parts)
             except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
                 raise DeltaRefused(f"cannot apply {path} in {self._root}: {error}", "failed") from error
 
@@ -83,7 +86,7 @@ class WeightFolder:
         shutil.rmtree(self._root, ignore_errors=True)
         self._in_use.close()
 
-    def _write_version(self, source: Path, version: int, delta: tuple[DeltaHeader, Raw] | None) -> str:
+    def _write_version(self, source: Path, version: int, delta: Sequence[tuple[DeltaHeader, Raw]]) -> str:
         self._root.parent.mkdir(parents=True, exist_ok=True)
         private_folder(self._root)
         if self._held is None:
@@ -93,8 +96,8 @@ class WeightFolder:
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             shutil.copytree(source, scratch)
-            if delta is not None:
-                patch(scratch, *delta)
+            for header, data in delta:
+                patch(scratch, header, data)
             shutil.rmtree(final, ignore_errors=True)
             scratch.rename(final)
         except BaseException:

@@ -42,7 +42,12 @@ async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, mea
         expected = await call(engine, PROMPT, 32)
     tensors = on_device(new)
     export = WeightExport(
-        lambda: iter(tensors), 0, torch.device("cuda"), check=lambda specs: None, group_timeout_s=60
+        lambda: iter(tensors),
+        lambda: iter(tensors),
+        0,
+        torch.device("cuda"),
+        check=lambda specs: None,
+        group_timeout_s=60,
     )
     buckets = export.plan_buckets(BUCKET_BYTES)
 

@@ -5,19 +5,21 @@ import math
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from torch.distributed import distributed_c10d as c10d
 
 from async_rl.errors import AlignmentError, AsyncRLError
 from async_rl.store.frames import read_trajectories
 from async_rl.store.kept_batches import load_batch, load_result
 from async_rl.types import SamplingMask
 from async_rl.weights.buckets import size_of
+from async_rl.weights.weight_folder import WeightFolder
 from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.ranks import run_ranks
 from tests.support.stored_batches import store_batch
@@ -29,6 +31,7 @@ from tests.support.trainers import (
     gathered_gradients,
     place,
     started,
+    stored_weights,
     trainer_config,
     trial,
     weights,
@@ -346,16 +349,31 @@ class _Look:
                 worker.train_on(broken, 3)
             except AlignmentError as e:
                 refusal = str(e)
-        worker.publish(f"{self.out}/hf {self.name}", 2)
-        sent = self.sharing(worker)
-        worker.take_snapshot(2)
+        worker.weights.tensor_specs()  # names and owners are exchanged once
+        with mock.patch.object(c10d, "_object_to_tensor", wraps=c10d._object_to_tensor) as pickles:
+            worker.publish(f"{self.out}/hf {self.name}", 2)
+            self.write_delta(worker)
+            sent = self.sharing(worker)
+            worker.take_snapshot(2)
         for chunk in worker.model.chunks:
             for parameter in chunk.parameters():
                 parameter.data.zero_()  # as a step would, at its worst
         if self.rank == 0:
             worker.publish(f"{self.out}/copy {self.name}", 2)  # an exchange with the other one would hang
         worker.close()
-        return {"step": self.state.step, "same": same, "refusal": refusal} | sent
+        seen = {"step": self.state.step, "same": same, "refusal": refusal, "pickles": pickles.call_count}
+        return seen | sent
+
+    def write_delta(self, worker):
+        """Write the delta to version 3, which has the opposite of all weights."""
+        path = f"{self.out}/delta {self.name}"
+        assert not worker.publish_delta(path, None, 2)
+        for sign in (-1, 1):
+            if sign == 1:
+                assert worker.publish_delta(path, 2, 3)
+            for chunk in worker.model.chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.neg_()
 
     def sharing(self, worker):
         """Weights into shared memory, bucket by bucket: what rank 0 puts there, and what all ranks hold."""
@@ -555,16 +573,25 @@ def test_recorded_routing_gives_the_native_step_and_is_replayed_when_the_routers
 
 
 @of_layouts(RESUMED)
-def test_weights_come_back_and_are_published_once_when_two_ranks_resume(one, several, layout):
-    """Rank 0 alone publishes the copy, although the weights have changed since."""
+def test_weights_come_back_and_are_published_once_when_two_ranks_resume(one, several, layout, tmp_path):
+    """Each rank writes its part. Rank 0 alone publishes the copy, although the weights have changed since."""
     assert all((rank["again"]["step"], rank["again"]["same"]) == (2, True) for rank in several[layout])
-    published, copied = (one["out"] / f"{kind} {layout}" / "model.safetensors" for kind in ("hf", "copy"))
-    assert copied.read_bytes() == published.read_bytes()
+    assert [rank["again"]["pickles"] for rank in several[layout]] == [0, 0]
+    sizes = sorted(path.stat().st_size for path in (one["out"] / f"hf {layout}").glob("*.safetensors"))
+    assert len(sizes) == 2
+    assert sizes[1] < (2 if "pipeline" in layout else 1.3) * sizes[0]
+    published, copied = (stored_weights(one["out"] / f"{kind} {layout}") for kind in ("hf", "copy"))
+    assert list(copied)
+    assert not differing(copied, published)
     first, second = (seen["again"] for seen in several[layout])
     assert first["buckets"] > 10
     assert (first["payloads"], second["payloads"]) == ({2}, {0})
-    for found in (load_file(published), first["shared"]):
+    for found in (published, first["shared"]):
         assert not differing(found, several[layout][0]["r3"]["weights"])
+    folder = WeightFolder(tmp_path / "host")
+    folder.copy_version(str(one["out"] / f"hf {layout}"), 2)
+    changed = stored_weights(Path(folder.apply_delta(str(one["out"] / f"delta {layout}"))))
+    assert not differing(changed, {name: -tensor for name, tensor in published.items()})
 
 
 @pytest.mark.case(36)

@@ -10,14 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from async_rl.engines.model_facts import load_facts
 from async_rl.types import SamplingMask, TrainBatch
 from tests.support.ranks import run_ranks
 from tests.support.tiny_model import build_tiny_dense, build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import gathered_gradients, place, started, trainer_config, weights
+from tests.support.trainers import gathered_gradients, place, started, stored_weights, trainer_config, weights
 
 pytestmark = [pytest.mark.megatron, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -121,7 +120,7 @@ def results(tmp_path_factory):
         with started(config_of(out, name), out / f"{name} of four") as worker:
             found[name]["resumed"] = weights(worker)
             found[name]["resumed second"] = step(worker, batches(out, name)[1], 2)
-        published[name] = load_file(out / f"hf {name}" / "model.safetensors")
+        published[name] = stored_weights(out / f"hf {name}")
     return {name: (found[name], [rank[name] for rank in four], published.get(name)) for name in LAYOUTS}
 
 

@@ -51,13 +51,14 @@ def raws(tensors):
 
 
 def written(old, new, root: Path) -> tuple[Path, Path]:
-    """The folder of the old tensors, and the delta to the new ones."""
+    """The folder of the old tensors, and the delta to the new ones, written by two ranks."""
     shutil.rmtree(root, ignore_errors=True)
     (root / "base").mkdir(parents=True)
     save_file(old, root / "base" / "model.safetensors")
-    writer = DeltaWriter()
-    assert not writer.write_delta(raws(old), root / "delta", None, 1)
-    assert writer.write_delta(raws(new), root / "delta", 1, 2)
+    for rank in range(2):
+        writer, file, own = DeltaWriter(), root / "delta" / f"{rank}.delta", sorted(old)[rank::2]
+        assert not writer.write_delta(raws({name: old[name] for name in own}), file, None, 1)
+        assert writer.write_delta(raws({name: new[name] for name in own}), file, 1, 2, num_files=2)
     return root / "base", root / "delta"
 
 
@@ -87,7 +88,9 @@ def test_a_delta_is_refused_when_any_bit_of_it_or_of_the_base_is_flipped(tmp_pat
     base, path = written(*pair, tmp_path / "run")
     folder = WeightFolder(tmp_path / "host")
     held = Path(folder.copy_version(str(base), 1))
-    file = held / "model.safetensors" if of_base else path
+    file = (
+        held / "model.safetensors" if of_base else path / data.draw(st.sampled_from(["0.delta", "1.delta"]))
+    )
     damaged = bytearray(file.read_bytes())
     size = sum(tensor.nbytes for tensor in pair[0].values()) if of_base else len(damaged)
     if not size:
@@ -98,6 +101,17 @@ def test_a_delta_is_refused_when_any_bit_of_it_or_of_the_base_is_flipped(tmp_pat
         folder.apply_delta(str(path))
     assert refused.value.reason == ("base" if of_base else "damaged")
     assert of_base or raws_of(held) == raws_of(base)  # it stays, for whole files to replace
+
+
+def test_a_delta_is_refused_when_a_file_of_it_is_missing(tmp_path):
+    """Its tensors would stay those of the version before, without a sum that says so."""
+    old = {name: torch.zeros(4) for name in "ab"}
+    base, path = written(old, {name: torch.ones(4) for name in "ab"}, tmp_path / "run")
+    (path / "1.delta").unlink()
+    folder = WeightFolder(tmp_path / "host")
+    folder.copy_version(str(base), 1)
+    with pytest.raises(DeltaRefused, match="others are missing"):
+        folder.apply_delta(str(path))
 
 
 def raws_of(folder: Path) -> dict[str, bytes]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from async_rl.config import parse_config
 from async_rl.types import TrainBatch
@@ -202,6 +203,11 @@ def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     """Return the names of tensors that are not the same bit for bit in both."""
     assert found.keys() == expected.keys()
     return [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+
+
+def stored_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Read all tensors of a Hugging Face folder."""
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
 def weights(worker: TrainerWorker) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ class WeightSender:
         self.tensors = in_trainer_order(load_file(after / "model.safetensors"))
         self.export = WeightExport(
             lambda: iter(self.tensors.items()),
+            lambda: iter(self.tensors.items()),
             0,
             torch.device("cpu"),
             check=lambda specs: None,

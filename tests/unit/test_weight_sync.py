@@ -735,12 +735,12 @@ async def test_the_published_files_are_loaded_when_the_host_has_no_folder_or_doe
 
 async def test_a_delta_is_applied_while_its_engine_goes_on_generating_and_leaves_the_disk(tmp_path):
     bench, _ = deltas(tmp_path)
-    (tmp_path / "delta_9").write_text("of an earlier incarnation")
+    (tmp_path / "delta_9").mkdir()  # of an earlier incarnation
     await bench.start()
     folder, engine = bench.folders["engine-0"], bench.engines[0]
     folder.log = engine.log
     await bench.sync.update_engines(1)
-    (tmp_path / "delta_2").write_text("now")
+    (tmp_path / "delta_2").mkdir()
     await bench.sync.update_engines(2)
     assert list(tmp_path.iterdir()) == []
     assert engine.log == [

@@ -272,7 +272,8 @@ TENSORS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2)), ("c", torch.zeros(
 
 
 def export(tensors=TENSORS, rank=0, check=lambda specs: None) -> WeightExport:
-    return WeightExport(lambda: iter(tensors), rank, torch.device("cpu"), check=check, group_timeout_s=1.0)
+    exports = [lambda: iter(tensors)] * 2
+    return WeightExport(*exports, rank, torch.device("cpu"), check=check, group_timeout_s=1.0)
 
 
 def refuse(specs):
@@ -308,7 +309,9 @@ def test_a_pass_ends_with_the_tensors_of_its_bucket_when_one_is_not_the_planned_
             passed.append(name)
             yield name, tensor
 
-    changing = WeightExport(tensors, 0, torch.device("cpu"), check=lambda specs: None, group_timeout_s=1.0)
+    changing = WeightExport(
+        tensors, tensors, 0, torch.device("cpu"), check=lambda specs: None, group_timeout_s=1.0
+    )
     changing.plan_buckets(1000)
     passed.clear()
     changing.planned_specs = [changing.planned_specs[0], changing.planned_specs[2], changing.planned_specs[1]]

@@ -8,14 +8,18 @@ task. Configs come from the model's own config.json.
 from __future__ import annotations
 
 import collections
+import itertools
 import json
+import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from mbridge.core.util import unwrap_model
@@ -24,11 +28,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from async_rl.errors import ConfigError
-from async_rl.runtime.files import replaced_folder
-from trainer.collectives import raise_on_all_ranks
+from async_rl.runtime.files import replaced_folder, sync
+from async_rl.weights.buckets import spec_of
+from trainer.collectives import all_gather_bytes, raise_on_all_ranks
 from trainer.megatron.architectures import bridge_for, load_hf_config
 from trainer.megatron.lora import adapted_weights, is_of_adapter
 from trainer.megatron.names import portable_names
+from trainer.megatron.weight_owners import WeightOwners, exchange_owners
 
 SHARD_BYTES = 4 << 30
 """Default size limit of the safetensors files that `save_hf` writes; a larger tensor gets its own file."""
@@ -71,6 +77,14 @@ class _TransformerEngineNames:
             adapted = self._adapted.get(id(parameter))
             yield name, parameter if adapted is None else adapted.merged()  # one at a time
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters, then the biases of routers, which Megatron has as buffers."""
+        yield from self.named_parameters()
+        names = {name for name, _ in self._parameters}
+        for name, tensor in self._state.items():
+            if "expert_bias" in name and name not in names:
+                yield name, tensor
+
 
 class HFBridge:
     """Converts one model between Hugging Face and Megatron. Every method must be called on all ranks.
@@ -91,6 +105,7 @@ class HFBridge:
         """
         self.path = Path(path)
         self.shard_bytes = SHARD_BYTES
+        self._owners: WeightOwners | None = None
         if not (self.path / "config.json").is_file():
             raise ConfigError(
                 f"model.path is {path}, but there is no config.json: name a Hugging Face model folder"
@@ -138,48 +153,127 @@ class HFBridge:
         """Load the folder's weights."""
         self.mbridge.load_weights(_views(models), str(self.path))
 
-    @torch.no_grad()
-    def export_hf(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor under its Hugging Face name, gathered from all model-parallel ranks.
+    def owners(self, models: list[torch.nn.Module]) -> WeightOwners:
+        """Return all tensors of the export and the rank that owns each. The first call is collective."""
+        if self._owners is None:
+            held = [spec_of(name, tensor) for name, tensor in self._export_held(models)]
+            self._owners = exchange_owners(held, parallel_state.get_pipeline_model_parallel_rank())
+        return self._owners
 
-        Adapters are merged into the weights. All ranks must exhaust the iterator, because gathering is
-        collective. A tensor may be a view of a parameter. Of tied embeddings it yields the one of the first
-        stage.
+    @torch.no_grad()
+    def export_owned(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that this rank owns under their Hugging Face names.
+
+        Adapters are merged into them. All ranks must exhaust the iterator, because tensor ranks gather.
+        A tensor may be a view of a parameter.
         """
-        names = set[str]()
-        for name, tensor in self.mbridge.export_weights(_views(models)):
-            if name not in names:
-                names.add(name)
+        owners, rank, seen = self.owners(models), dist.get_rank(), set[str]()
+        for name, tensor in self._export_held(models):
+            # Embeddings may be tied to an output layer of the same rank.
+            if owners.rank_of[name] == rank and name not in seen:
+                seen.add(name)
                 yield name, tensor
             del tensor  # frees it before the next one is gathered
+
+    @torch.no_grad()
+    def export_hf(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor under its Hugging Face name, on all ranks, from its owner.
+
+        As `export_owned` otherwise. Of tied embeddings it yields the one of the first stage.
+        """
+        owners, rank = self.owners(models), dist.get_rank()
+        stage, device = parallel_state.get_pipeline_model_parallel_rank(), next(models[0].parameters()).device
+        held, step, mine = self._export_held(models), -1, torch.empty(0)
+        for spec in owners.specs:
+            of_stage, of_step = owners.place_of[spec.name]
+            while stage == of_stage and step < of_step:
+                del mine
+                (_, mine), step = next(held), step + 1
+            owner = owners.rank_of[spec.name]
+            if owner == rank:
+                tensor = mine
+            else:
+                tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+            if dist.get_world_size() > 1:
+                tensor = tensor.contiguous()
+                dist.broadcast(tensor, src=owner)
+            yield spec.name, tensor
+            del tensor
+        collections.deque(held, maxlen=0)
+
+    def _export_held(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what this rank has under Hugging Face names, gathered from its tensor ranks: the layers of
+        its stage, and of their experts its own.
+        """
+        bridge, mpu = self.mbridge, self.mbridge.mpu
+        for view in _views(models):
+            global_names = bridge._weight_name_mapping_mcore_local_to_global(view)
+            for local_name, parameter in view.named_tensors():
+                name = global_names[local_name]
+                group, size = mpu.tp_group, mpu.tp_size
+                if ".mlp.experts.linear_fc" in name:
+                    group, size = mpu.etp_group, mpu.etp_size
+                elif not getattr(parameter, "tensor_model_parallel", False):
+                    size = 1
+                whole = parameter.detach()
+                if size > 1:
+                    parts = [torch.empty_like(whole) for _ in range(size)]
+                    dist.all_gather(parts, whole.contiguous(), group=group)
+                    whole = bridge._weight_merge_across_tp(name, parts, parameter)
+                    del parts
+                yield from zip(*bridge._weight_to_hf_format(name, whole), strict=True)
+                del whole, parameter  # frees them before the next ones are gathered
 
     def save_hf(self, models: list[torch.nn.Module], directory: str | Path) -> None:
         """Write a complete Hugging Face folder: weights, config, tokenizer, generation config.
 
-        A rename publishes the folder when it is complete. Rank 0 writes, and all ranks wait for it.
+        Each owner writes its own tensors into files of its own. Once all are on the disk, rank 0 writes one
+        index over them, and a rename publishes the folder.
 
         Raises:
             TrainerError: On all ranks, when the folder cannot be written.
         """
-        final = Path(directory)
-        tensors = self.export_hf(models)
-        with raise_on_all_ranks(doing=f"cannot write {final}"):
-            try:
-                if dist.get_rank() == 0:
-                    self.write_hf(tensors, final)
-            finally:
-                collections.deque(tensors, maxlen=0)  # gathering is collective: all ranks iterate to the end
+        final, rank = Path(directory), dist.get_rank()
+        doing = f"cannot write {final}"
+        with ExitStack() as folder:
+            scratch = Path()
+            with raise_on_all_ranks(doing=doing):
+                if rank == 0:
+                    scratch = folder.enter_context(replaced_folder(final))
+            (name,) = filter(None, all_gather_bytes(os.fsencode(scratch) if rank == 0 else b""))
+            shards = _ShardWriter(Path(os.fsdecode(name)), self.shard_bytes, f"{rank}-")
+            tensors = self.export_owned(models)
+            with raise_on_all_ranks(doing=doing):
+                try:
+                    for tensor in tensors:
+                        shards.add_tensor(*tensor)
+                    for tensor in self._prediction_weights() if rank == 0 else ():
+                        shards.add_tensor(*tensor)
+                    shards.flush()
+                finally:
+                    collections.deque(tensors, maxlen=0)  # gathering is collective: all iterate to the end
+            files = [
+                file
+                for written in all_gather_bytes(msgspec.msgpack.encode(shards.files))
+                for file in msgspec.msgpack.decode(written, type=list[_ShardFile])
+            ]
+            with raise_on_all_ranks(doing=doing), folder:
+                if rank == 0:
+                    self._complete_folder(scratch, files)
 
     def write_hf(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: str | Path) -> None:
         """Write tensors with Hugging Face names into a folder as `save_hf` does, on one rank."""
         with replaced_folder(Path(directory)) as scratch:
-            shards = _ShardWriter(scratch, self.shard_bytes)
-            for name, tensor in tensors:
+            shards = _ShardWriter(scratch, self.shard_bytes, "")
+            for name, tensor in itertools.chain(tensors, self._prediction_weights()):
                 shards.add_tensor(name, tensor)
-            for name, tensor in self._prediction_weights():
-                shards.add_tensor(name, tensor)
-            shards.write_index()
-            self._copy_companions(scratch)
+            shards.flush()
+            self._complete_folder(scratch, shards.files)
+
+    def _complete_folder(self, folder: Path, files: Sequence[_ShardFile]) -> None:
+        """Add to the files of all owners what they lack, on one rank."""
+        _index_shards(folder, files)
+        self._copy_companions(folder)
 
     def hf_modules(self, name: str) -> list[str]:
         """Return the names of the modules in which Hugging Face has a projection.
@@ -220,37 +314,62 @@ def _views(models: list[torch.nn.Module]) -> list[_TransformerEngineNames]:
     return [_TransformerEngineNames(unwrap_model(model)) for model in models]
 
 
-class _ShardWriter:
-    """Writes tensors into safetensors files up to a size limit, with an index if there are several files."""
+class _ShardFile(msgspec.Struct, frozen=True):
+    """A file of tensors that was written."""
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
-        self.directory, self._max_bytes = directory, max_bytes
-        self._shards: list[list[str]] = []
+    file: str
+    num_bytes: int
+    """Of the file, to find one that does not reach the disk that others see."""
+    weight_bytes: int
+    """Of the tensors in it."""
+    tensors: list[str]
+
+
+class _ShardWriter:
+    """Writes the tensors of one rank into safetensors files up to a size limit."""
+
+    def __init__(self, directory: Path, max_bytes: int, prefix: str) -> None:
+        self.directory, self._max_bytes, self._prefix = directory, max_bytes, prefix
+        self.files: list[_ShardFile] = []
         self._pending: dict[str, torch.Tensor] = {}
         self._pending_bytes = 0
-        self._total_bytes = 0
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
-            self._flush()
+            self.flush()
         self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._pending_bytes += tensor.nbytes
-        self._total_bytes += tensor.nbytes
 
-    def _flush(self) -> None:
-        save_file(self._pending, self.directory / f"{len(self._shards)}.part", metadata={"format": "pt"})
-        self._shards.append(list(self._pending))
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        path = self.directory / f"{self._prefix}{len(self.files)}.part"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        sync(path)
+        names = list(self._pending)
+        self.files.append(_ShardFile(path.name, path.stat().st_size, self._pending_bytes, names))
         self._pending, self._pending_bytes = {}, 0
 
-    def write_index(self) -> None:
-        self._flush()
-        if len(self._shards) == 1:
-            (self.directory / "0.part").rename(self.directory / "model.safetensors")
-            return
-        weight_map: dict[str, str] = {}
-        for i, names in enumerate(self._shards):
-            file = f"model-{i + 1:05d}-of-{len(self._shards):05d}.safetensors"
-            (self.directory / f"{i}.part").rename(self.directory / file)
-            weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self.directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+def _index_shards(folder: Path, files: Sequence[_ShardFile]) -> None:
+    """Name files of tensors as Hugging Face does, with an index over them if there are several.
+
+    Raises:
+        OSError: A file is not here as it was written.
+    """
+    for file in files:
+        size = (folder / file.file).stat().st_size
+        if size != file.num_bytes:
+            raise OSError(f"{file.file} has {size} bytes here, and {file.num_bytes} where it was written")
+    if len(files) == 1:
+        (folder / files[0].file).rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for i, file in enumerate(files):
+        name = f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / file.file).rename(folder / name)
+        weight_map |= dict.fromkeys(file.tensors, name)
+    index = {"metadata": {"total_size": sum(file.weight_bytes for file in files)}, "weight_map": weight_map}
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps(index, indent=2) + "\n")
+    sync(path)

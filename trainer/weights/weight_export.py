@@ -1,9 +1,9 @@
 """One rank's part in sending weights to engines: it turns Hugging Face tensors into buckets.
 
 ```
-export (all ranks gather, tensor by tensor) ─► fill a bucket ─► broadcast | shared memory     rank 0
-                                            ├► compare with the version before ─► delta       rank 0
-                                            └► dropped                                    other ranks
+export (gathered, tensor by tensor) ─► fill a bucket ─► broadcast | shared memory             rank 0
+                                    └► dropped                                            other ranks
+export of what a rank owns          ─► compare with the version before ─► file of a delta   each rank
 ```
 
 Gathering is collective: every method must be called on all ranks, and all ranks iterate over the same tensors
@@ -37,6 +37,7 @@ class WeightExport:
     def __init__(
         self,
         export: Export,
+        export_owned: Export,
         rank: int,
         device: torch.device,
         *,
@@ -46,13 +47,15 @@ class WeightExport:
         """Create an export; nothing is gathered yet.
 
         Args:
-            export: Iterates over the tensors, gathered from all ranks.
+            export: Iterates over all tensors, gathered from all ranks.
+            export_owned: Iterates over those that this rank owns.
             rank: This rank of the trainer; rank 0 sends.
             device: The device from which tensors are broadcast.
             check: Raises when the engines' model does not match the tensors; called on rank 0.
             group_timeout_s: Longest wait for an engine in a weight-update group.
         """
         self._export = export
+        self._export_owned = export_owned
         self._rank = rank
         self._device = device
         self._check = check
@@ -154,14 +157,13 @@ class WeightExport:
 
     # -- a delta
 
-    def write_delta(self, path: Path, base: int | None, version: int) -> bool:
-        """Implements `Trainer.publish_delta`."""
-        tensors = self._export()
+    def write_delta(self, path: Path, base: int | None, version: int, num_files: int = 1) -> bool:
+        """Write this rank's file of `Trainer.publish_delta`, one of `num_files`."""
+        tensors = self._export_owned()
         try:
-            if self._rank != 0:
-                return False
             raw = ((name, tensor.element_size(), raw_of(tensor)) for name, tensor in tensors)
-            return self._deltas.write_delta(raw, path, base, version)
+            file = path / f"{self._rank}.delta"
+            return self._deltas.write_delta(raw, file, base, version, num_files=num_files)
         finally:
             collections.deque(tensors, maxlen=0)
 
