@@ -108,7 +108,7 @@ async def _turn(pool: EnginePool, metrics: Metrics, number: int) -> int:
         chat=cast(ChatFormat, _Chat()),
         metrics=metrics,
         clock=time.monotonic,
-        serving_clock=pool.serving_clock,
+        serving_clock=pool.own.serving_clock,
         calls=pool.dispatcher,
         facts=FACTS,
         new_id=lambda: f"{number:032x}",

@@ -121,7 +121,7 @@ async def _evaluate_sets(
             facts=load_facts(config.model.path),
             metrics=metrics,
             clock=time.monotonic,
-            serving_clock=pool.serving_clock,
+            serving_clock=pool.own.serving_clock,
             calls=pool.dispatcher,
             new_id=new_id,
             models={name: model.dispatcher for name, model in models.items()},

@@ -86,7 +86,6 @@ class LeaseDispatcher:
         self._first_token_seconds = {
             kind: metrics.first_token_seconds.labels(kind) for kind in ("new", "again", "next")
         }
-        self._waited_seconds = metrics.stage_wait_seconds.labels("engine")
         self._clock = clock
         self.newest_version = -1
         """The newest version that a call can have sampled under: engines serve it, or an update has begun."""
@@ -98,9 +97,9 @@ class LeaseDispatcher:
         self._waiting_line: list[tuple[str, int, CallRequest, asyncio.Future[Lease]]] = []
         self._more: asyncio.Handle | None = None
         """Continues with `admit_waiting` in the next turn of the event loop."""
-        self._pause: asyncio.TimerHandle | None = None
-        self._pause_s = _SHORTAGE_PAUSE_S
         self._shortage = ""
+        """Why no calls begin for now; empty: they do."""
+        self._pause_s = _SHORTAGE_PAUSE_S
 
     @asynccontextmanager
     async def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AsyncIterator[Lease]:
@@ -150,7 +149,7 @@ class LeaseDispatcher:
     @property
     def has_capacity(self) -> bool:
         """Whether an engine would be given a call now."""
-        return self._pause is None and self._balancer.choose_engine() is not None
+        return not self._shortage and self._balancer.choose_engine() is not None
 
     def admit_waiting(self) -> None:
         """Give engines to the calls that wait, in order, until one finds no capacity."""
@@ -161,7 +160,7 @@ class LeaseDispatcher:
             if not placed.done():  # its caller may have left
                 if (lease := self._place_call(request)) is None:
                     return
-                self._waited_seconds.observe(self._clock() - request.asked_s)
+                self._metrics.stage_wait_seconds.labels("engine").observe(self._clock() - request.asked_s)
                 placed.set_result(lease)
             heapq.heappop(self._waiting_line)
         if self._more is None:
@@ -174,15 +173,15 @@ class LeaseDispatcher:
     def pause_calls(self, why: str) -> None:
         """Begin no calls for a while, because this process cannot connect; longer each time in a row."""
         self._metrics.local_shortages_total.inc()
-        if self._pause is not None:
+        if self._shortage:
             return  # of a call that was sent before
         log.error("no calls for %.0f s: %s", self._pause_s, why)
         self._shortage = why
-        self._pause = asyncio.get_running_loop().call_later(self._pause_s, self._end_pause)
+        asyncio.get_running_loop().call_later(self._pause_s, self._end_pause)
         self._pause_s = min(2 * self._pause_s, _SHORTAGE_PAUSE_MAX_S)
 
     def _end_pause(self) -> None:
-        self._pause = None
+        self._shortage = ""
         self.admit_waiting()
 
     def share_cached_prefix(self, key: str, other: str) -> None:
@@ -221,7 +220,7 @@ class LeaseDispatcher:
 
     def _place_call(self, request: CallRequest) -> Lease | None:
         """Give a call an engine; None when none has capacity."""
-        if self._pause is not None:
+        if self._shortage:
             return None
         prefix, held = request.cached_prefix, 0
         slot = self._slots.get(prefix.engine_id) if prefix is not None else None
@@ -287,7 +286,7 @@ class LeaseDispatcher:
 
     def describe_states(self) -> str:
         """Return why calls may wait: what the engines do."""
-        if self._pause is not None:
+        if self._shortage:
             return self._shortage
         if len(self._slots) > _NAMED_STATES:
             counts = Counter(slot.state for slot in self._slots.values())

@@ -153,7 +153,6 @@ class EnginePool(EngineJudge):
         self.own = GrantedEngines(self, metrics, clock)
         """What the driver's own sessions call."""
         self.dispatcher = self.own.dispatcher
-        self.serving_clock = self.own.serving_clock
         self.holders: dict[GrantHolder, None] = {}
         """The rollout workers that may call engines; `add_holder` adds one."""
         self.borrowers: dict[EnginePool, None] = {}

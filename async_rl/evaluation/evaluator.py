@@ -196,7 +196,7 @@ class _EvaluationRun:
             evaluator.context,
             config=evaluator.config,
             metrics=Metrics().share(evaluator.context.metrics, _SHARED),
-            serving_clock=pool.serving_clock,
+            serving_clock=pool.own.serving_clock,
             calls=pool.dispatcher,
         )
         self._spool = AnswerSpool(evaluator.completions)

@@ -196,7 +196,7 @@ def build_incarnation(
         config=config,
         metrics=metrics,
         clock=clock,
-        serving_clock=run.pool.serving_clock,
+        serving_clock=run.pool.own.serving_clock,
         calls=run.pool.dispatcher,
         facts=inputs.facts,
         new_id=inputs.new_id,

@@ -142,7 +142,7 @@ async def test_nearly_all_tokens_survive_and_calls_move_when_a_server_is_stopped
         ),
         metrics=metrics,
         clock=time.monotonic,
-        serving_clock=pool.serving_clock,
+        serving_clock=pool.own.serving_clock,
         calls=pool.dispatcher,
         facts=sglang_world.facts,
         new_id=lambda: next(ids),

@@ -104,7 +104,7 @@ class Bench:
             chat=self.chat,
             metrics=self.metrics,
             clock=lambda: 0.0,
-            serving_clock=self.pool.serving_clock,
+            serving_clock=self.pool.own.serving_clock,
             calls=self.pool.dispatcher,
             facts=facts,
             new_id=lambda: f"b{next(_numbers):031x}",

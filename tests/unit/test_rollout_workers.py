@@ -56,6 +56,7 @@ from async_rl.rollout.workers.messages import (
 )
 from async_rl.rollout.workers.metric_counts import IncrementCollector, add_increments
 from async_rl.rollout.workers.worker_backend import WorkerBackend
+from async_rl.rollout.workers.worker_handle import Inbox
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import first_error
 from async_rl.store import journal as journal_module
@@ -338,7 +339,7 @@ async def test_attempts_go_to_workers_on_nodes_that_answer() -> None:
         gone, there = workers.backend.workers.values()
         gone.link.peer_node = "gone"
         workers.spool.absent.add("gone")
-        assert await folders_of_four_attempts(workers) == {there.frame_folder}
+        assert await folders_of_four_attempts(workers) == {there.output_folders[0]}
 
 
 async def folders_of_four_attempts(workers: WorkerBench) -> set[str]:
@@ -358,7 +359,7 @@ async def test_attempts_go_to_workers_on_nodes_that_have_space() -> None:
             await workers.run()
         workers.processes.on_full_disk = None
         assert workers.backend.has_space_elsewhere
-        assert await folders_of_four_attempts(workers) == {other.frame_folder}
+        assert await folders_of_four_attempts(workers) == {other.output_folders[0]}
         other.frame_node = other.link.peer_node = "full"
         assert not workers.backend.has_space_elsewhere
 
@@ -918,7 +919,7 @@ async def test_a_worker_is_given_up_that_sends_what_fits_no_request(wrong: str) 
             (worker,) = workers.backend.workers.values()
             ((request_id, running),) = worker.attempts.items()
             assert running.group_id == "g"
-            link.post(_wrong_messages(request_id, running.trajectory_id, worker.frame_folder)[wrong])
+            link.post(_wrong_messages(request_id, running.trajectory_id, worker.output_folders[0])[wrong])
             assert "it sent" in str(await playing)
 
 
@@ -1105,7 +1106,7 @@ async def test_trajectories_are_taken_for_as_old_as_they_may_be_until_their_work
         await asyncio.sleep(1.0)
         ours = attempt()
         (worker,) = workers.backend.workers.values()
-        worker.attempts[1] = ours
+        worker.attempts[1], worker.inboxes[1] = ours, Inbox()
         worker.assume_sampling(3)
         assert ours.progress["0" * 32].oldest_version == 3
         report = ProgressReport(oldest_version=4, newest_version=5)

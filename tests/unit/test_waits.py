@@ -202,18 +202,18 @@ async def test_a_tool_has_the_clock_of_its_agent_loop() -> None:
 async def test_the_clock_stands_while_the_pool_has_no_serving_engine() -> None:
     pool = EnginePool(Metrics(), asyncio.get_running_loop().time)
     seen = []
-    pool.serving_clock.listeners[seen.append] = None
+    pool.own.serving_clock.listeners[seen.append] = None
     for name in ("engine-0", "engine-1"):
         pool.add_engine(ManualEngine(name))
         pool.serve_engine(name, 0)
-    assert not pool.serving_clock.is_paused
+    assert not pool.own.serving_clock.is_paused
     pool.hold_engine("engine-0")
-    assert not pool.serving_clock.is_paused
+    assert not pool.own.serving_clock.is_paused
     pool.lend_engine("engine-1")
-    assert pool.serving_clock.is_paused
+    assert pool.own.serving_clock.is_paused
     pool.quarantine_engine("engine-1", RuntimeError("gone"))
     pool.serve_engine("engine-0", 1)
-    assert not pool.serving_clock.is_paused
+    assert not pool.own.serving_clock.is_paused
     pool.remove_engine("engine-0")
-    assert pool.serving_clock.is_paused
+    assert pool.own.serving_clock.is_paused
     assert seen == [True, False, True, False, True]

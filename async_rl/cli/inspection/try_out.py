@@ -222,7 +222,7 @@ async def try_out(
         config=config,
         metrics=metrics,
         clock=clock,
-        serving_clock=pool.serving_clock,
+        serving_clock=pool.own.serving_clock,
         calls=pool.dispatcher,
         facts=facts,
         new_id=new_id,

@@ -236,7 +236,6 @@ class WorkerBackend(RolloutBackend):
             ) from error
         finally:
             del worker.inboxes[request_id], worker.attempts[request_id]
-            worker.forget_progress(request_id)
             self._actors.pop(name, None)
             self._choice.free.set()
             if answer is None:

@@ -52,6 +52,17 @@ _DEAF_S: Final = 2.0
 """A worker that has not handled a message of the driver for longer may not be making its calls."""
 
 
+class _Turn(msgspec.Struct):
+    """What the next messages, one for all of a turn of the event loop, grant and revoke."""
+
+    revocation: Revocation
+    to_grant: dict[str, GrantedEngine] = {}
+    to_revoke: dict[str, Revoked] = {}
+    """Both by engine."""
+    oldest_version: float = math.inf
+    """Of the policy's engines that are revoked."""
+
+
 class WorkerGrants(GrantHolder):
     """The grants of one incarnation of a worker."""
 
@@ -84,12 +95,7 @@ class WorkerGrants(GrantHolder):
         self.checks = EngineChecks(pools, clock, limit_s=worker_stall_s)
         """Of engines that the worker cannot reach."""
         self._grants: dict[str, EngineGrant] = {}
-        self._to_grant: dict[str, GrantedEngine] = {}
-        self._to_revoke: dict[str, Revoked] = {}
-        """What the next messages grant and revoke, by engine."""
-        self._revoked_version = math.inf
-        """The oldest version of the policy's engines among them."""
-        self._next_revocation = Revocation(name)
+        self._turn = _Turn(Revocation(name))
         self._numbers = count(1)
         self._revocations: dict[int, Revocation] = {}
         """Those that are not confirmed, by number."""
@@ -201,7 +207,7 @@ class WorkerGrants(GrantHolder):
         self._post_soon()
         self._grants[grant.engine_id] = grant
         self._used.setdefault(grant.engine_id, 0)
-        self._to_grant[grant.engine_id] = GrantedEngine(grant=grant, address=engine.address, model=model)
+        self._turn.to_grant[grant.engine_id] = GrantedEngine(grant=grant, address=engine.address, model=model)
 
     def begin_revocation(self, engine_id: str, *, aborts: bool) -> Sequence[Revocation]:
         """Implements `GrantHolder.begin_revocation`, by one message for all engines of a turn."""
@@ -291,39 +297,36 @@ class WorkerGrants(GrantHolder):
 
     def _revoke(self, engine_id: str, revoked: Revoked) -> Revocation:
         self._post_soon()
-        self._to_grant.pop(engine_id, None)
+        self._turn.to_grant.pop(engine_id, None)
         grant = self._grants.pop(engine_id, None)
         if grant is not None and engine_id in self._pools[""]:
-            self._revoked_version = min(self._revoked_version, grant.weight_version)
-        if (other := self._to_revoke.get(engine_id)) is not None:
+            self._turn.oldest_version = min(self._turn.oldest_version, grant.weight_version)
+        if (other := self._turn.to_revoke.get(engine_id)) is not None:
             revoked = Revoked(
                 aborts=revoked.aborts or other.aborts,
                 failure=revoked.failure or other.failure,
                 wrong_weights=revoked.wrong_weights or other.wrong_weights,
             )
-        self._to_revoke[engine_id] = revoked
-        return self._next_revocation
+        self._turn.to_revoke[engine_id] = revoked
+        return self._turn.revocation
 
     def _post_soon(self) -> None:
         """Post what is granted and revoked in this turn."""
-        if not (self._to_grant or self._to_revoke):
+        if not (self._turn.to_grant or self._turn.to_revoke):
             asyncio.get_running_loop().call_soon(self._post_changes)
 
     def _post_changes(self) -> None:
-        if self._to_revoke:
-            engines, self._to_revoke = self._to_revoke, {}
-            revocation, self._next_revocation = self._next_revocation, Revocation(self._name)
+        turn, self._turn = self._turn, _Turn(Revocation(self._name))
+        if turn.to_revoke:
             number = next(self._numbers)
-            self._revocations[number] = revocation
-            if self._revoked_version < math.inf:
-                self._on_revoke(int(self._revoked_version))
-                self._revoked_version = math.inf
-            self._used |= dict.fromkeys(engines.keys() & self._used.keys(), number)
+            self._revocations[number] = turn.revocation
+            if turn.oldest_version < math.inf:
+                self._on_revoke(int(turn.oldest_version))
+            self._used |= dict.fromkeys(turn.to_revoke.keys() & self._used.keys(), number)
             newest = self._pools[""].dispatcher.newest_version
-            self._post(RevokeEngines(engines=engines, newest_version=newest, number=number))
-        if self._to_grant:
-            granted, self._to_grant = self._to_grant, {}
-            self._post(GrantEngines(engines=tuple(granted.values())))
+            self._post(RevokeEngines(engines=turn.to_revoke, newest_version=newest, number=number))
+        if turn.to_grant:
+            self._post(GrantEngines(engines=tuple(turn.to_grant.values())))
 
     def _confirm_revocation(self, number: int) -> None:
         if (revocation := self._revocations.pop(number, None)) is not None:

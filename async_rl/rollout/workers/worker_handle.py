@@ -38,6 +38,8 @@ class Inbox(Scope):
         """How many scores the answer must have."""
         self.may_move = may_move
         """Whether another worker tries the attempt if its loop raises at once."""
+        self.has_reported = False
+        """Whether the worker has reported the attempt's progress."""
         self._answer: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
 
     def put_message(self, message: Message | Exception) -> bool:
@@ -97,16 +99,13 @@ class WorkerHandle:
         self.journal_bytes = 0
         self.frame_node = frame_node
         """The node that has the frames; empty: the run's folder has them."""
-        self.frame_folder = "" if frame_folder is None else str(frame_folder)
-        """The folder of its frames; empty: it writes none."""
-        self.completion_folder = str(completion_folder)
+        self.output_folders = ("" if frame_folder is None else str(frame_folder), str(completion_folder))
+        """Where it writes frames (empty: nowhere) and completions."""
         self.newest_request = 0
         """The request that it was given last."""
         self.inboxes: dict[int, Inbox] = {}
         self.attempts: dict[int, Attempt] = {}
         """Its running attempts, by request."""
-        self._reported: set[int] = set()
-        """The attempts that have reported their progress."""
         self._waits: dict[str, waiting] = {}
         """What trajectories wait for, according to the last heartbeat."""
         self.silent_ticks = 0
@@ -156,7 +155,8 @@ class WorkerHandle:
         """Return whether all references of an attempt's end are to files in its folders."""
         frames = {(each.node, each.path.rpartition("/")[0]) for each in end.trajectories}
         completions = {each.path.rpartition("/")[0] for each in end.completions}
-        return frames <= {(self.frame_node, self.frame_folder)} and completions <= {self.completion_folder}
+        frame_folder, completion_folder = self.output_folders
+        return frames <= {(self.frame_node, frame_folder)} and completions <= {completion_folder}
 
     def record_heartbeat(self, received: int) -> bool:
         """Return whether it has handled the messages that were sent before an earlier heartbeat."""
@@ -183,16 +183,12 @@ class WorkerHandle:
                     f"it sent progress of {each.trajectory_id} for request {each.request_id}, expected "
                     f"{attempt.trajectory_id}"
                 )
-            if each.request_id not in self._reported:
-                self._reported.add(each.request_id)
+            if not self.inboxes[each.request_id].has_reported:
+                self.inboxes[each.request_id].has_reported = True
                 attempt.progress.clear()
             attempt.progress[each.trajectory_id] = each.report
             samples |= each.report.in_turn or each.report.num_turns > 0
         return samples
-
-    def forget_progress(self, request_id: int) -> None:
-        """Forget that an attempt has reported."""
-        self._reported.discard(request_id)
 
     def assume_sampling(self, version: int) -> None:
         """Assume that all its trajectories sample under a version, until it reports how far they are.
