@@ -1115,6 +1115,7 @@ async def test_trajectories_are_taken_for_as_old_as_they_may_be_until_their_work
         worker.assume_sampling(3)
         (assumed,) = ours.progress.values()
         assert (assumed.oldest_version, assumed.newest_version) == (3, 5)
+        del worker.inboxes[1]
 
 
 def test_limits_of_rewards_are_divided_among_workers() -> None:
