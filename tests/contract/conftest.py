@@ -17,11 +17,17 @@ def sglang_world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture
-async def engine(sglang_world: Any) -> AsyncIterator[Any]:
-    """A client of that server, which has weight version 0."""
-    made = sglang_world.engine()
+def world(sglang_world: Any) -> Any:
+    """The server that `engine` is a client of; files whose models are others have their own."""
+    return sglang_world
+
+
+@pytest.fixture
+async def engine(world: Any) -> AsyncIterator[Any]:
+    """A client of a server, which has weight version 0."""
+    made = world.engine()
     await made.wait_ready()
-    await sglang_world.load(made, 0)
+    await world.load(made, 0)
     yield made
     await made.interrupt("abort")
     await made.close()

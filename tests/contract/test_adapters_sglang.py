@@ -6,7 +6,7 @@ The reference is Hugging Face's model with the adapter merged into its weights, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,16 +88,6 @@ class AdapterWorld(SGLangWorld):
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterWorld]:
     with AdapterWorld(tmp_path_factory.mktemp("adapters")) as made:
         yield made
-
-
-@pytest.fixture
-async def engine(world: AdapterWorld) -> AsyncIterator[SGLangEngine]:
-    made = world.engine()
-    await made.wait_ready()
-    await world.load(made, 0)
-    yield made
-    await made.interrupt("abort")
-    await made.close()
 
 
 def asking(version: int, prompt: Sequence[int] = PROMPT, max_new_tokens: int = 12) -> GenerateRequest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,15 +72,6 @@ def world(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLan
     """One server a model, ended before the next one starts."""
     with SGLangWorld(tmp_path_factory.mktemp(kind), BUILDERS[kind]) as world:
         yield world
-
-
-@pytest.fixture
-async def engine(world: SGLangWorld) -> AsyncIterator[SGLangEngine]:
-    made = world.engine()
-    await made.wait_ready()
-    await world.load(made, 0)
-    yield made
-    await made.close()
 
 
 async def sample(engine: SGLangEngine, count: int = 6, new_tokens: int = 24) -> list[Call]:

@@ -141,9 +141,9 @@ async def test_only_an_attempt_can_ask() -> None:
         await ask_model("judge", [])
 
 
-def answers_of(folder: Path, model: Any, metrics: Metrics | None = None) -> ModelAnswers:
+def answers_of(folder: Path, model: Any, metrics: Metrics | None = None, **settings: int) -> ModelAnswers:
     numbers = iter(range(1 << 20))
-    tree = {"model": {"path": str(folder)}, "models": {"judge": {"path": str(folder)}}}
+    tree = {"model": {"path": str(folder)}, "models": {"judge": {"path": str(folder), **settings}}}
     context: Any = SimpleNamespace(
         config=parse_config(tree),
         models={"judge": model.pool.dispatcher},
@@ -158,22 +158,12 @@ def answers_of(folder: Path, model: Any, metrics: Metrics | None = None) -> Mode
 QUESTION = [{"role": "user", "content": "11 12 13"}]
 
 
-async def test_a_judge_is_not_asked_what_cannot_fit_into_its_context(tmp_path: Path) -> None:
-    tree = {
-        "model": {"path": str(tmp_path)},
-        "models": {"judge": {"path": str(tmp_path), "context_length": 1024}},
-    }
-    chat: Any = SimulatedChat()
-    chat.prompt_ids = None
-    context: Any = SimpleNamespace(
-        config=parse_config(tree),
-        models={"judge": None},
-        chat=chat,
-        new_id=str,
-        metrics=Metrics(),
-        clock=lambda: 0.0,
-    )
-    answers = ModelAnswers(context)
+async def test_a_judge_is_not_asked_what_cannot_fit_into_its_context(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimulatedChat, "prompt_ids", None)
+    model, _ = frozen_model(tmp_path)
+    answers = answers_of(tmp_path, model, context_length=1024)
     with pytest.raises(RolloutError, match=r"'judge' is asked about \d+ bytes, .* context of 1024 tokens"):
         await answers.ask("judge", [{"role": "user", "content": "x" * 10_000_000}])
 
