@@ -1,11 +1,14 @@
 """The parts of the chaos tests that need no model: faults inside a server, shortages, the table."""
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pybase64
 
+from async_rl.store.journal import Journal
+from async_rl.types import Context, Sampled
 from verification.audit_run import Result
 from verification.chaos.engine_faults import (
     EngineFaults,
@@ -14,6 +17,9 @@ from verification.chaos.engine_faults import (
 )
 from verification.chaos.lost_journals import (
     LostJournal,
+    count_left,
+    left_in,
+    read_journals,
 )
 from verification.chaos.plan import DECK
 from verification.chaos.strikes import Strikes
@@ -81,6 +87,36 @@ def test_a_fault_that_never_took_effect_fails_the_run() -> None:
     strikes.strike(("disk", "disk_full"))
     assert strikes.finding() == Result("every fault took effect", True, "3 of 3, never: none")
     assert not strikes.finding(required=DECK).holds
+
+
+def _write_journal(folder: Path, owner_epoch: int, answers: dict[str, list[int]]) -> None:
+    journal = Journal(folder)
+    for name, answer in answers.items():
+        entry = journal.open_entry(name, owner_epoch=owner_epoch)
+        entry.segments.append(Context(token_ids=np.array(PROMPT, np.int32)))
+        entry.segments.append(
+            Sampled(
+                token_ids=np.array(answer, np.int32),
+                rollout_log_probs=np.zeros(len(answer), np.float32),
+                weight_version=0,
+                engine_id="engine-0",
+                finish_reason="abort",
+            )
+        )
+    journal.write_entries()
+    journal.close()
+
+
+def test_a_journal_counts_for_the_trajectories_that_no_other_worker_has_taken_over(tmp_path) -> None:
+    _write_journal(tmp_path / "a", 1, {"t0": [8, 9], "t1": [8], "t2": [9, 8, 8]})
+    _write_journal(tmp_path / "b", 2, {"t1": [8, 8, 8]})
+    journals = read_journals(tmp_path)
+    left = left_in(tmp_path / "a", journals)
+    assert left.keys() == {"t0", "t2"}
+    assert count_left(left, {"t0": 1, "t1": 1, "t2": 1}) == 5
+    assert count_left(left, {"t0": 2, "t2": 1}) == 3, "the other one has failed and begun again"
+    assert left_in(tmp_path / "b", journals).keys() == {"t1"}
+    assert left_in(tmp_path / "c", journals) == {}
 
 
 def test_a_run_fails_that_does_not_use_the_journal_of_a_lost_worker() -> None:
