@@ -82,7 +82,7 @@ EFFECTS: Final[dict[str, str]] = {
     "engine.request_timeout_s": "tests/unit/test_sglang_engine.py::test_limits_of_a_client_are_those_of_the_config",
     "engine.narrow_routing": "tests/unit/test_server_command.py::test_layers_and_experts_are_on_the_command_line_when_the_engine_is_to_narrow",
     "routing.flip_sample": "tests/unit/test_session_routing.py::test_flips_are_measured_when_a_trajectory_is_of_the_sample[replace]",
-    "routing.probe_every": "tests/integration/test_kl_parts.py::test_each_injection_moves_its_own_part_only",
+    "routing.probe_every": "tests/integration/test_trainer_updates.py::test_each_injection_moves_its_own_part_only",
     "queue.max_bytes": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.max_bytes-2000000]",
     "queue.spool_dir": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.spool_dir-disk]",
     "queue.journal_dir": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.journal_dir-fast]",
