@@ -44,6 +44,7 @@ from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite,
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import free_port
 from async_rl.runtime.files import sync
+from async_rl.weights.buckets import spec_of
 from async_rl.weights.relay import BucketRelay
 from benchmarks.logits_memory import PeakBytes
 from benchmarks.real_parts import serving
@@ -78,7 +79,7 @@ class Sender:
             lambda: iter(self.tensors.items()),
             0,
             torch.device("cpu"),
-            check=lambda specs: None,
+            specs=lambda: [spec_of(*each) for each in self.tensors.items()],
             group_timeout_s=300.0,
         )
         self._plan = self._export.plan_buckets(bucket_bytes)

@@ -224,7 +224,7 @@ class TrainerWorker:
             self.export_owned,
             self._rank,
             device,
-            check=self._check_exported,
+            specs=self._exported_specs,
             # Well under the engines' own limit: an engine that does not respond is left out before the others
             # time out.
             group_timeout_s=config.weights.timeout_s / 4,
@@ -972,9 +972,13 @@ class TrainerWorker:
             return sum_tensors(self.export_weights())
         return self.weights.checksums()
 
-    def _check_exported(self, specs: Sequence[TensorSpec]) -> None:
-        model = self.config.model
-        check_exported(specs, served_specs(Path(model.path)), self.model.bridge.hf_config, model.dtype)
+    def _exported_specs(self) -> Sequence[TensorSpec]:
+        """Return what engines receive; rank 0 compares it with their model."""
+        specs = self.model.bridge.owners(self.model.chunks).specs
+        if self._rank == 0:
+            model = self.config.model
+            check_exported(specs, served_specs(Path(model.path)), self.model.bridge.hf_config, model.dtype)
+        return specs
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what engines receive, the snapshot or the current state: weights under Hugging Face names,

@@ -46,7 +46,7 @@ async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, mea
         lambda: iter(tensors),
         0,
         torch.device("cuda"),
-        check=lambda specs: None,
+        specs=lambda: [spec_of(*each) for each in tensors],
         group_timeout_s=60,
     )
     buckets = export.plan_buckets(BUCKET_BYTES)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import free_port
+from async_rl.weights.buckets import spec_of
 from async_rl.weights.weight_folder import WeightFolder
 from tests.support.sglang_world import SGLangWorld, in_trainer_order
 from trainer.weights.weight_export import WeightExport
@@ -31,7 +32,7 @@ class WeightSender:
             lambda: iter(self.tensors.items()),
             0,
             torch.device("cpu"),
-            check=lambda specs: None,
+            specs=lambda: [spec_of(*each) for each in self.tensors.items()],
             group_timeout_s=30.0,
         )
         self.plan = self.export.plan_buckets(BUCKET_BYTES)

@@ -271,18 +271,19 @@ def test_a_rank_keeps_nothing_but_gathers_all_when_another_one_sends():
 TENSORS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2)), ("c", torch.zeros(3))]
 
 
-def export(tensors=TENSORS, rank=0, check=lambda specs: None) -> WeightExport:
+def export(tensors=TENSORS, rank=0, specs=None) -> WeightExport:
     exports = [lambda: iter(tensors)] * 2
-    return WeightExport(*exports, rank, torch.device("cpu"), check=check, group_timeout_s=1.0)
+    specs = specs or (lambda: [spec_of(*each) for each in tensors])
+    return WeightExport(*exports, rank, torch.device("cpu"), specs=specs, group_timeout_s=1.0)
 
 
-def refuse(specs):
-    raise WeightSyncError(f"{specs[0].name} is unknown")
+def refuse():
+    raise WeightSyncError("x is unknown")
 
 
 @pytest.mark.parametrize("use", ["plan", "share", "send"])
 def test_nothing_is_sent_when_the_tensors_are_refused(use):
-    tampered = export([("x", torch.ones(2))], check=refuse)
+    tampered = export([("x", torch.ones(2))], specs=refuse)
     calls = {
         "plan": lambda: tampered.plan_buckets(100),
         "share": lambda: tampered.share_bucket(0, 100, 1),
@@ -294,8 +295,8 @@ def test_nothing_is_sent_when_the_tensors_are_refused(use):
     assert tampered.shared_buffers == []
 
 
-def test_other_ranks_leave_the_check_and_the_payloads_to_the_first():
-    second = export(rank=1, check=refuse)
+def test_other_ranks_leave_the_payloads_to_the_first():
+    second = export(rank=1)
     assert [second.share_bucket(number, 24, 3) for number in range(len(second.plan_buckets(24)))] == [[]] * 3
     assert second.shared_buffers == []
 
@@ -310,7 +311,12 @@ def test_a_pass_ends_with_the_tensors_of_its_bucket_when_one_is_not_the_planned_
             yield name, tensor
 
     changing = WeightExport(
-        tensors, tensors, 0, torch.device("cpu"), check=lambda specs: None, group_timeout_s=1.0
+        tensors,
+        tensors,
+        0,
+        torch.device("cpu"),
+        specs=lambda: [spec_of(*each) for each in tensors()],
+        group_timeout_s=1.0,
     )
     changing.plan_buckets(1000)
     passed.clear()

@@ -21,7 +21,7 @@ import torch
 
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.weights.broadcast import WeightGroup, send_buckets
-from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
+from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets
 from async_rl.weights.delta import DeltaWriter, Raw
 from async_rl.weights.relay import BUFFERS
 from async_rl.weights.shared_memory import payload_for, shared_buffer
@@ -41,7 +41,7 @@ class WeightExport:
         rank: int,
         device: torch.device,
         *,
-        check: Callable[[Sequence[TensorSpec]], None],
+        specs: Callable[[], Sequence[TensorSpec]],
         group_timeout_s: float,
     ) -> None:
         """Create an export; nothing is gathered yet.
@@ -51,14 +51,14 @@ class WeightExport:
             export_owned: Iterates over those that this rank owns.
             rank: This rank of the trainer; rank 0 sends.
             device: The device from which tensors are broadcast.
-            check: Raises when the engines' model does not match the tensors; called on rank 0.
+            specs: Returns what `export` iterates over, or raises when the engines' model does not match it.
             group_timeout_s: Longest wait for an engine in a weight-update group.
         """
         self._export = export
         self._export_owned = export_owned
         self._rank = rank
         self._device = device
-        self._check = check
+        self._specs = specs
         self._group_timeout_s = group_timeout_s
         self._groups: dict[str, WeightGroup] = {}
         self.planned_specs: list[TensorSpec] = []
@@ -77,10 +77,7 @@ class WeightExport:
             WeightSyncError: On rank 0, when the tensors do not match the engines' model.
         """
         if not self.planned_specs:
-            specs = [spec_of(name, tensor) for name, tensor in self._export()]
-            if self._rank == 0:
-                self._check(specs)
-            self.planned_specs = specs
+            self.planned_specs = list(self._specs())
         return self.planned_specs
 
     def checksums(self) -> dict[str, str]:
