@@ -254,9 +254,9 @@ class DistantEngine:
         reached()
         async with aclosing(self._engine.generate(request)) as stream:
             async for event in stream:
-                if (blocked_s := self._blocked_s()) > 0:
-                    await asyncio.sleep(blocked_s)
                 yield event
+                if (blocked_s := self._blocked_s()) > 0:  # not before: what was read would be lost
+                    await asyncio.sleep(blocked_s)
                 if not isinstance(event, Finish) and self._is_isolated():
                     raise ConnectionLost(f"{self.engine_id}: connection lost")
 
