@@ -9,8 +9,9 @@ import numpy as np
 from async_rl import codec
 from async_rl.codec import Frame
 from async_rl.errors import AlignmentError, CorruptFrame
+from async_rl.routing import fit
 from async_rl.types import Group, RoutingTrace, Trajectory
-from tests.support.trajectories import FACTS, make_group, make_trajectory, verify
+from tests.support.trajectories import make_group, make_trajectory
 
 TRAJECTORY = make_trajectory("t", sampled=((4, 0), (3, 1)))
 assert TRAJECTORY.trace is not None
@@ -37,7 +38,7 @@ def read(frame: bytes, kind: type[RoutingTrace | Trajectory | Group]) -> str:
     try:
         found = codec.decode(frame, kind)
         if isinstance(found, RoutingTrace):
-            verify(found, TRAJECTORY.token_ids, FACTS.moe_layers)
+            fit(found, TRAJECTORY.token_ids)
     except (CorruptFrame, AlignmentError) as error:
         return type(error).__name__
     return "passed"

@@ -190,11 +190,13 @@ def gradients_as_weights(model: MegatronModel) -> Iterator[list[torch.nn.Module]
                 own = parts[buffer.data_parallel_group.rank()].clone()
                 dist.all_gather(parts, own, group=buffer.data_parallel_group)
     kept = [p.data for p in parameters]
+    model.bridge._owners = None  # gradients may be of another type than weights
     try:
         for p in parameters:
             p.data = p.main_grad
         yield list(model.chunks)
     finally:
+        model.bridge._owners = None
         for p, data in zip(parameters, kept, strict=True):
             p.data = data
 

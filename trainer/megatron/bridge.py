@@ -192,6 +192,7 @@ class HFBridge:
             owner = owners.rank_of[spec.name]
             if owner == rank:
                 tensor = mine
+                assert spec_of(spec.name, tensor) == spec, "parameters keep their types and shapes"
             else:
                 tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
             if dist.get_world_size() > 1:
