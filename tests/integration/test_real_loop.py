@@ -203,7 +203,7 @@ async def test_engines_serve_the_adapter_that_the_trainer_trains(
     records = step_record_log(run_dir / "metrics.jsonl").read()
     assert [record.weight_version for record in records] == [1, 2, 3, 4, 5, 6]
     at_once = {r.weight_version - 1: r.lag0_log_prob_abs_diff for r in records if r.tokens_lag0}
-    # Versions after the first, whose adapter changes nothing; on devices of their own all may be trained later.
+    # Versions after the first, whose adapter changes nothing; unshared, all may be trained a version later.
     assert not shared or len(at_once.keys() - {0}) > 0
     assert 0 < max(at_once.values()) < 5e-6  # so engines have each version's adapter
     if not shared:
