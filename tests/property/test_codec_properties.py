@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from async_rl.codec import decode, encode
-from async_rl.errors import CorruptFrame
+from async_rl.errors import AlignmentError, CorruptFrame
 from async_rl.types import Group, RoutingTrace
 from tests.support.frames import VALID, read, seal, split
-from tests.support.trajectories import make_group
+from tests.support.trajectories import make_group, verify
 
 DTYPES = ["bool", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8"]
 
@@ -104,12 +104,13 @@ def test_noise_behind_a_right_name_is_refused(noise: bytes, deep: int) -> None:
 @given(st.data())
 def test_rows_are_refused_when_a_resealed_payload_breaks_them(data: st.DataObject) -> None:
     """Checksums that are right do not help rows that are wrong."""
-    trace = VALID[0]
+    trace, trajectory, _ = VALID
     header, payload = split(trace)
     damaged = bytearray(payload)
     row = data.draw(st.integers(0, len(trace.rows) - 1))
     layer = data.draw(st.integers(0, 1))
     at = (row * 2 + layer) * 2
     damaged[at] = data.draw(st.sampled_from([damaged[at + 1], 8, 255]))  # twice, or none of the eight experts
-    assert read(seal(header, bytes(damaged)), RoutingTrace) == "AlignmentError"
-    assert read(seal(header, payload), RoutingTrace) == "passed"
+    with pytest.raises(AlignmentError):
+        verify(decode(seal(header, bytes(damaged)), RoutingTrace), trajectory.token_ids, trace.moe_layers)
+    verify(decode(seal(header, payload), RoutingTrace), trajectory.token_ids, trace.moe_layers)
