@@ -96,6 +96,7 @@ def make_config(
             "max_total_tokens": 16384,
             "context_length": 512,
             "stall_s": 30,
+            "start_timeout_s": 240,  # a server that lacked descriptors while it started may never listen
             "request_timeout_s": 15,
             "max_restarts": 1000,
         },
