@@ -149,7 +149,7 @@ class LeaseDispatcher:
     @property
     def has_capacity(self) -> bool:
         """Whether an engine would be given a call now."""
-        return not self._shortage and self._balancer.choose_engine() is not None
+        return self.is_valid and not self._shortage and self._balancer.choose_engine() is not None
 
     def admit_waiting(self) -> None:
         """Give engines to the calls that wait, in order, until one finds no capacity."""
@@ -220,7 +220,7 @@ class LeaseDispatcher:
 
     def _place_call(self, request: CallRequest) -> Lease | None:
         """Give a call an engine; None when none has capacity."""
-        if self._shortage:
+        if self._shortage or not self.is_valid:
             return None
         prefix, held = request.cached_prefix, 0
         slot = self._slots.get(prefix.engine_id) if prefix is not None else None

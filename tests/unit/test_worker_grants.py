@@ -232,6 +232,18 @@ async def test_an_expired_grant_closes_its_stream_and_is_valid_again_when_the_dr
     again.cancel()
 
 
+async def test_no_call_is_given_an_engine_while_the_timer_of_an_expiry_is_late() -> None:
+    """A session would be given it again and again without a pause, in which the timer could run."""
+    worker = Worker(granted=True)
+    worker.stopped_s = GRANT_S
+    calling = await worker.start_call()
+    assert worker.leases == []
+    worker.engines.renew(worker.clock() + worker.stopped_s)
+    await asyncio.sleep(1.0)
+    assert isinstance(worker.events[-1], Chunk)
+    calling.cancel()
+
+
 async def test_a_grant_that_was_revoked_while_the_worker_was_silent_is_not_valid_again() -> None:
     """The driver says so before it answers the heartbeat."""
     worker = Worker(granted=True)

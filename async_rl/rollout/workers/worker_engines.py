@@ -167,6 +167,8 @@ class WorkerEngines(EngineJudge):
         if not was_valid and self.is_valid:
             for granted in self._granted.values():
                 self._open(granted)
+            for engines in self.models.values():  # whose slots are open if the timer of the expiry was late
+                engines.notify()
 
     def close(self) -> None:
         """End all calls: the link is lost."""
