@@ -162,6 +162,7 @@ class Chaos:
         self._diary = folder / "diary.jsonl"
         self._run_dir = Path(tree["run"]["dir"]) / tree["run"]["name"]
         self._driver: subprocess.Popen[bytes] | None = None
+        self._trained_before = 0  # steps that the drivers before this one have trained
         self._expected: int | None = None  # the exit code of a driver that the plan killed
         self._ends: list[str] = []  # of drivers that ended by themselves
         self._excuse: Kind | None = None  # a fault that may end the driver with a message about the disk
@@ -221,6 +222,7 @@ class Chaos:
 
     def start(self) -> None:
         """Start the driver, with the same command each time."""
+        self._trained_before = self._num_trained()
         self._config_path.write_text(json.dumps(self._tree, indent=1))  # JSON is YAML
         with self._output.open("ab") as output:
             self._driver = subprocess.Popen(
@@ -416,14 +418,21 @@ class Chaos:
         if pid is None:
             return
         num_full = 0
+        gone = ProcessLookupError, FileNotFoundError
+
+        def is_full() -> bool:
+            with suppress(*gone):  # the run has replaced it
+                return shortage.tighten()
+            return False
+
         try:
             shortage = DescriptorShortage(pid)
             self._note(f"{blow.victim} {pid} has no free file descriptors")
             try:
-                num_full = self._count(shortage.tighten, blow.lasts_s)
+                num_full = self._count(is_full, blow.lasts_s)
             finally:
                 shortage.end()
-        except (ProcessLookupError, FileNotFoundError):
+        except gone:
             self._note("it was gone already")
         self._note(
             f"{blow.victim} {pid} has them back after {blow.lasts_s:.1f} s, {num_full} samples without"
@@ -466,8 +475,16 @@ class Chaos:
         return self._pick(blow, self._faults.servers)
 
     def _pick(self, blow: Blow, candidates: Callable[[], list[T]]) -> T | None:
-        # On a busy machine it may take long to start again after the blow before.
-        self._until(lambda: bool(candidates()), STUCK_S, f"a {blow.victim} to strike", must=False)
+        # On a busy machine it may take long to start again after the blow before. A run ends when an engine dies
+        # while the run starts.
+        self._until(
+            lambda: (
+                bool(candidates()) and (blow.victim == "driver" or self._num_trained() > self._trained_before)
+            ),
+            STUCK_S,
+            f"a {blow.victim} to strike",
+            must=False,
+        )
         if found := candidates():
             return found[int(blow.pick * len(found))]
         self._note(f"no {blow.victim} to strike: it is being started")
