@@ -475,8 +475,8 @@ class Chaos:
         return self._pick(blow, self._faults.servers)
 
     def _pick(self, blow: Blow, candidates: Callable[[], list[T]]) -> T | None:
-        # On a busy machine it may take long to start again after the blow before. A run ends when an engine dies
-        # while the run starts.
+        # On a busy machine it may take long to start again after the blow before. An engine that dies while
+        # the run starts ends it.
         self._until(
             lambda: (
                 bool(candidates()) and (blow.victim == "driver" or self._num_trained() > self._trained_before)
