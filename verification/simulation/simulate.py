@@ -596,7 +596,11 @@ class Simulation:
         self._checker.note(ended)
         copy = self._folder / f"incarnation-{len(self._incarnations) + 1}"
         with self._disk.open_to_checks():
-            shutil.copytree(self._run_dir, copy)
+            try:
+                shutil.copytree(self._run_dir, copy)
+            except shutil.Error:  # the collector has closed a connection to the ledger, which removed its log
+                shutil.rmtree(copy)
+                shutil.copytree(self._run_dir, copy)
             self._disk.keep_synced(self._run_dir, copy)
             if (disks := self._folder / NODES).exists():
                 shutil.copytree(disks, self._folder / _NODES_AT_KILL)
