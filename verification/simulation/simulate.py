@@ -305,7 +305,8 @@ class Simulation:
                 self._check_end(summary)
         if not self._checker.deaf:
             await self._loop.shutdown_default_executor()
-            if self._ended in ("finished", "stopped"):
+            # Without a free descriptor the driver cannot list what workers left: the next start deletes it.
+            if self._ended in ("finished", "stopped") and not self._disk.no_files:
                 with self._disk.open_to_checks():
                     self._checker.check_folder(self._run_dir)
             self._checker.note(f"incarnation ends: {self._ended} {self._cause}")
