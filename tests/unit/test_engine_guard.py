@@ -68,16 +68,16 @@ def test_the_whole_group_ends_when_the_guard_is_told_to(tmp_path: Path) -> None:
     assert not (tmp_path / "scratch").exists()
 
 
-def test_the_server_may_end_in_order_when_there_is_grace(tmp_path: Path) -> None:
-    polite = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); " + SERVER
-    with start(tmp_path / "scratch", polite, grace_s=10) as process:
-        assert end(process) == 3
-
-
-def test_shared_memory_is_unlinked_when_the_server_leaves_some(tmp_path: Path, shared_file: Path) -> None:
+@pytest.mark.parametrize("code", [3, 137])
+def test_shared_memory_is_unlinked_when_the_server_leaves_some(
+    tmp_path: Path, shared_file: Path, code: int
+) -> None:
+    """Also when it ends in order, for which there may be grace, soon after it has begun to use it."""
+    ends = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); " if code == 3 else ""
     make = f"import mmap; f = open({str(shared_file)!r}, 'w+b'); f.truncate(4096); "
-    with start(tmp_path / "scratch", f"{make}m = mmap.mmap(f.fileno(), 4096); {SERVER}") as process:
-        end(process)
+    program = f"{ends}{make}m = mmap.mmap(f.fileno(), 4096); {SERVER}"
+    with start(tmp_path / "scratch", program, grace_s=10 if code == 3 else 0) as process:
+        assert end(process) == code
     assert not shared_file.exists()
 
 

@@ -417,23 +417,16 @@ class Chaos:
         pid = self._pick_server(blow) if blow.victim == "engine" else self._driver and self._driver.pid
         if pid is None:
             return
-        num_full = 0
-        gone = ProcessLookupError, FileNotFoundError
-
-        def is_full() -> bool:
-            with suppress(*gone):  # the run has replaced it
-                return shortage.tighten()
-            return False
-
         try:
             shortage = DescriptorShortage(pid)
-            self._note(f"{blow.victim} {pid} has no free file descriptors")
-            try:
-                num_full = self._count(is_full, blow.lasts_s)
-            finally:
-                shortage.end()
-        except gone:
-            self._note("it was gone already")
+        except ProcessLookupError:
+            self._note(f"{blow.victim} {pid} was gone already")
+            return
+        self._note(f"{blow.victim} {pid} has no free file descriptors")
+        try:
+            num_full = self._count(shortage.tighten, blow.lasts_s)
+        finally:
+            shortage.end()
         self._note(
             f"{blow.victim} {pid} has them back after {blow.lasts_s:.1f} s, {num_full} samples without"
         )

@@ -33,14 +33,19 @@ class DescriptorShortage:
         self._limit = self._soft
 
     def tighten(self) -> bool:
-        """Lower the limit to the free descriptors' end; return whether no descriptor is free."""
-        taken = {int(name) for name in os.listdir(f"/proc/{self._pid}/fd")}
-        first_free = next(i for i in range(len(taken) + 1) if i not in taken)
-        if first_free < self._limit:
-            self._limit = max(1, first_free)
-            resource.prlimit(self._pid, resource.RLIMIT_NOFILE, (self._limit, self._hard))
-        taken = {int(name) for name in os.listdir(f"/proc/{self._pid}/fd")}
-        return all(i in taken for i in range(self._limit))
+        """Lower the limit to the free descriptors' end; return whether no descriptor is free.
+
+        A process that has ended has some.
+        """
+        with suppress(ProcessLookupError, FileNotFoundError):
+            taken = {int(name) for name in os.listdir(f"/proc/{self._pid}/fd")}
+            first_free = next(i for i in range(len(taken) + 1) if i not in taken)
+            if first_free < self._limit:
+                self._limit = max(1, first_free)
+                resource.prlimit(self._pid, resource.RLIMIT_NOFILE, (self._limit, self._hard))
+            taken = {int(name) for name in os.listdir(f"/proc/{self._pid}/fd")}
+            return all(i in taken for i in range(self._limit))
+        return False
 
     def end(self) -> None:
         """Restore the limit."""

@@ -52,6 +52,7 @@ def main() -> int:
         # When a server ends by itself, its mappings are gone, so they are recorded while it runs.
         shared |= _shared_memory(members(os.getpgrp()))
     if server.poll() is None and grace_s > 0:
+        shared |= _shared_memory(members(os.getpgrp()))
         server.terminate()
         ended = select.poll()
         ended.register(server_fd, select.POLLIN)
