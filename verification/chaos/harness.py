@@ -25,6 +25,7 @@ import psutil
 
 from async_rl.config import Config, parse_config
 from async_rl.engines.sglang.server import free_port
+from async_rl.types import root_of
 from verification.audit_run import Result
 from verification.chaos.audit import audit
 from verification.chaos.engine_faults import FAULTS, EngineFaults, Evidence, TooBusy
@@ -312,12 +313,19 @@ class Chaos:
         if (victim := self._pick_victim(blow)) is None:
             return
         names = "resumed_tokens_total", "resume_discarded_tokens_total"
-        before, used = self._counted(*names), 0
+        before, used, restarts = self._counted(*names), 0, self._counted("rollout_worker_restarts_total")
         folder = journal_of(victim)
         self._send_signal(blow, victim)
         journals = read_journals(self._run_dir / "journal")
         left = {} if folder is None else left_in(folder, journals)
-        self._wait(_FLUSHED_S)  # until the ledger knows which of its attempts had ended
+        # Until the driver has all that it sent, and the ledger knows which of its attempts had ended.
+        self._until(
+            lambda: self._counted("rollout_worker_restarts_total") > restarts,
+            STRIKE_S,
+            "the loss of a worker",
+            must=False,
+        )
+        self._wait(_FLUSHED_S)
         self.ledger.look()
         unfinished = self.ledger.unfinished
 
@@ -336,6 +344,12 @@ class Chaos:
         self.ledger.look()
         lost = LostJournal(num_left(), used)
         self._note(f"of its journal: {lost}")
+        if used < USED_SHARE * lost.num_left:
+            for name, state in left.items():
+                self._note(
+                    f"  {name}, attempt {state.attempt}: {state.num_sampled_tokens} tokens, "
+                    f"attempt {unfinished.get(root_of(name))} was unfinished then"
+                )
         self.strikes.lose_journal(blow.kind, lost)
 
     def _delay_worker(self, blow: Blow) -> None:
