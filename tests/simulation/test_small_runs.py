@@ -42,8 +42,8 @@ from verification.simulation.invariant_checker import (
     reward_source,
     versions_of_rows,
 )
-from verification.simulation.scenario import FACTS, Ending, Scenario, draw
-from verification.simulation.simulate import SeedOutcome, simulate
+from verification.simulation.scenario import FACTS, Death, Ending, Scenario, draw
+from verification.simulation.simulate import SeedOutcome, Simulation, simulate
 
 
 class Small(NamedTuple):
@@ -320,6 +320,16 @@ def test_no_checkpoint_claims_a_step_when_the_disk_was_full_as_it_was_settled(
     # Of the injected faults only that a disk was full, for a moment, is wanted: an excuse for the error.
     assert violations(small_run(0, ("disk_full",)), tmp_path / "0") == ()
     assert settled > 5
+
+
+def test_a_driver_that_is_killed_in_its_last_disk_operation_has_not_ended(tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    run = small_run(0)
+    (whole := Simulation(run, tmp_path / "whole")).run()
+    last = Death(kind="kill_on_disk", after=whole._disk.operations)
+    outcome = simulate(0, tmp_path / "killed", scenario=replace(run, deaths=(last,)))
+    assert (outcome.violations, outcome.incarnations) == ((), ("kill_on_disk", "finished"))
 
 
 @pytest.mark.real

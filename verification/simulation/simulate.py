@@ -300,6 +300,8 @@ class Simulation:
             else:
                 self._judge(cause)
         else:
+            if self._killed:  # inside this very callback: the driver never came to its end
+                return
             self._ended = "finished"
             with self._disk.open_to_checks():
                 self._check_end(summary)
