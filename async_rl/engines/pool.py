@@ -584,6 +584,10 @@ class EnginePool(EngineJudge):
             self._oldest_version = min(versions, default=0)
         return self._oldest_version
 
+    def is_reserved(self, engine_id: str) -> bool:
+        """Return whether an engine serves evaluations only."""
+        return self._records[engine_id].reserved
+
     @property
     def has_active_engine(self) -> bool:
         """Whether some engine serves, or will once its weight update or evaluation ends."""

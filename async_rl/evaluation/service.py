@@ -151,7 +151,8 @@ class EvaluationService:
                 continue
             self._evaluating = True
             async with self._phases.lease_engines():
-                await self._evaluate_due()
+                with waiting("evaluation"):
+                    await self._evaluate_due()
                 # Not on cancellation: the run ends, or the next incarnation updates all engines.
                 while self._borrowed:
                     await self._return_engine(self._borrowed.pop())

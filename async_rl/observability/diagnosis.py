@@ -66,6 +66,7 @@ TRAIN_LOOP: Final = WaitNode("train loop")
 RUN: Final = WaitNode("run")
 ROLLOUTS: Final = WaitNode("service", "rollouts")
 REPAIR: Final = WaitNode("service", "repair")
+EVALUATION: Final = WaitNode("service", "evaluation")
 
 _ANY_ENGINE: Final = "an engine"
 """Stands for the target when engines have no ids yet."""
@@ -76,7 +77,9 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
 
     engine_id: str
     state: str
-    """`joining`, `serving`, `updating`, `quarantined`."""
+    """`joining`, `serving`, `updating`, `evaluating`, `draining`, `quarantined`."""
+    reserved: bool = False
+    """Whether it serves evaluations only."""
     calls: int = 0
     """Its running calls."""
     prefill_tokens: int = 0
@@ -357,8 +360,10 @@ class _Walk:
             else:
                 self._full_engines(wait, chain)
         for engine in self._engines.values():
-            if not self._held_up(engine, wait, path, chain) and engine.state != "serving":
-                self._visit_all([REPAIR], wait, path, (*chain, _engine_link(engine)))
+            if engine.reserved or self._held_up(engine, wait, path, chain) or engine.state == "serving":
+                continue
+            returned_by = EVALUATION if engine.state == "evaluating" else REPAIR
+            self._visit_all([returned_by], wait, path, (*chain, _engine_link(engine)))
         if not self._engines:
             self._leaf(wait, chain, age_s=wait.age_s)
 

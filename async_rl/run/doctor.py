@@ -37,6 +37,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.rollout.slots import Slots
 from async_rl.rollout.workers.worker import START_TIMEOUT_S
 from async_rl.run.recovery import NODE_LOST_S
+from async_rl.runtime.supervision import END_LIMIT_S
 from async_rl.runtime.waits import WAIT_KINDS, Waits, acting, sleep_idle, waiting
 from async_rl.store.trajectory_queue import TrajectoryQueue
 
@@ -66,6 +67,8 @@ def wait_limits(config: Config) -> dict[str, float]:
         "drain": config.run.drain_s,
         "engine start": start_s,
         "engine update": weights.timeout_s,
+        # An engine may take as long to be free as the answers; afterwards the workers end.
+        "evaluation": 2 * config.evaluation.timeout_s + END_LIMIT_S,
         "export": weights.timeout_s,
         "first chunk": engine.stall_s,
         "frames": trainer.step_timeout_s,
@@ -216,6 +219,7 @@ class Doctor:
             EngineView(
                 engine_id=engine_id,
                 state=state,
+                reserved=pool.is_reserved(engine_id),
                 calls=vitals[engine_id].calls,
                 prefill_tokens=vitals[engine_id].prefill_tokens,
                 patience_s=config.stall_s

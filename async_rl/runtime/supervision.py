@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _NOTE = "in service "
 
-_END_LIMIT_S: Final = 120.0
+END_LIMIT_S: Final = 120.0
 """Services that were cancelled may wait for the end of processes, on nodes that do not answer for 80 s."""
 
 _OBSERVE_AGAIN_S: Final = 5.0
@@ -70,7 +70,7 @@ async def services(**loops: Callable[[], Awaitable[None]]) -> AsyncIterator[None
                 closing = True
                 for task in tasks:
                     task.cancel()
-                ending.enter_context(waiting("drain", limit_s=_END_LIMIT_S))
+                ending.enter_context(waiting("drain", limit_s=END_LIMIT_S))
 
 
 def observer(

@@ -51,6 +51,15 @@ class OneTurn(AgentLoop):
         await session.generate()
 
 
+class SlowTurn(AgentLoop):
+    """An answer after two minutes."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        session.start(task.messages)
+        await session.generate()
+        await asyncio.sleep(120)
+
+
 def odd(task: Task, completion: Completion) -> dict[str, float]:
     last = int(completion.text.split()[-1])
     return {"reward": float(last % 2), "length": float(len(completion.text.split()))}
@@ -374,6 +383,17 @@ async def test_an_evaluation_is_missing_when_it_takes_too_long_and_training_goes
     check(world, await world.run())
     assert {r.status for r in world.records} == {"missing"}
     assert "evaluation.timeout_s = 1.0" in world.records[0].reason
+
+
+@pytest.mark.parametrize(("num_engines", "engines"), [(1, "shared"), (2, 1)])
+async def test_a_slow_evaluation_is_no_stall(tmp_path, num_engines, engines):
+    """Rollouts wait for it where it has the only engine, and so does the end of the run."""
+    loop, action = f"{__name__}:SlowTurn", "doctor.action=end"
+    config = make_config(tmp_path, action, num_engines=num_engines, engines=engines, agent_loop=loop)
+    world = World(config)
+    check(world, await world.run())
+    assert {r.status for r in world.records} == {"done"}
+    assert world.records[-1].duration_s > 2 * config.doctor.stall_s
 
 
 async def test_answers_are_scored_together_when_the_reward_is_a_groups(tmp_path):

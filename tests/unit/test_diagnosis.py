@@ -18,12 +18,20 @@ from async_rl.observability.diagnosis import (
 )
 from async_rl.runtime.waits import WAIT_KINDS, Wait, WaitingActor, WaitNode
 
-LOOP, ROLLOUTS, REPAIR = (
+LOOP, ROLLOUTS, REPAIR, EVALUATION = (
     WaitNode("train loop"),
     WaitNode("service", "rollouts"),
     WaitNode("service", "repair"),
+    WaitNode("service", "evaluation"),
 )
-LIMITS = {"chunk": 60.0, "trainer step": 3600.0, "engine start": 600.0, "engine update": 300.0, "tool": 30.0}
+LIMITS = {
+    "chunk": 60.0,
+    "engine start": 600.0,
+    "engine update": 300.0,
+    "evaluation": 900.0,
+    "tool": 30.0,
+    "trainer step": 3600.0,
+}
 
 
 def problems(diagnosis: Diagnosis) -> list[tuple[str, str]]:
@@ -116,6 +124,41 @@ def test_calls_without_an_engine_wait_for_its_restart_and_for_the_service_that_d
     dead = look(*waits, actors=group("g"), **state)
     assert (dead.causes[0].problem, dead.causes[0].target) == ("dead", "repair")
     assert dead.state == "stalled"
+
+
+def test_calls_without_an_engine_wait_for_the_evaluation_that_has_it() -> None:
+    waits = [
+        wait(LOOP, "batch"),
+        wait(WaitNode("group", "g"), "trajectories"),
+        wait(WaitNode("trajectory", "g-0"), "engine"),
+        wait(REPAIR, "idle"),
+    ]
+    state = {"queue": queue("g"), "engines": [EngineView(engine_id="engine-0", state="evaluating")]}
+    begun = look(*waits, wait(EVALUATION, "evaluation"), actors=group("g"), **state)
+    assert (begun.causes[0].on, begun.state) == ("evaluation", "quiet")
+    hanging = look(*waits, wait(EVALUATION, "evaluation", age_s=1000.0), actors=group("g"), **state)
+    assert (hanging.causes[0].problem, hanging.state) == ("hangs", "stalled")
+    ended = look(*waits, wait(EVALUATION, "engine update", "engine-0"), actors=group("g"), **state)
+    assert (ended.causes[0].on, ended.causes[0].target) == ("engine update", "engine-0")
+
+
+def test_calls_do_not_wait_for_engines_that_are_reserved_for_evaluations() -> None:
+    reserved = [
+        EngineView(engine_id="engine-1", state="evaluating", reserved=True),
+        EngineView(engine_id="engine-2", state="quarantined", reserved=True),
+    ]
+    diagnosis = look(
+        wait(LOOP, "batch"),
+        wait(LOOP, "engine update", "engine-0", age_s=200.0),
+        wait(WaitNode("group", "g"), "trajectories"),
+        wait(WaitNode("trajectory", "g-0"), "engine"),
+        wait(REPAIR, "idle"),
+        wait(EVALUATION, "idle"),
+        actors=group("g"),
+        queue=queue("g"),
+        engines=[EngineView(engine_id="engine-0", state="updating"), *reserved],
+    )
+    assert ([cause.on for cause in diagnosis.causes], diagnosis.state) == (["engine update"], "quiet")
 
 
 def test_calls_wait_for_others_when_the_engines_that_serve_are_full() -> None:
