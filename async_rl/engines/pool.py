@@ -348,8 +348,9 @@ class EnginePool(EngineJudge):
         """Bound a request to an engine that is not a call: by a time limit, and by the engine's quarantine.
 
         The block is a wait for an update of the engine. The limit begins again whenever a piece of a routing
-        payload arrives, for which the request may wait, and when workers have confirmed that they send the
-        engine nothing more: a silent worker is waited for as long as its grants are valid.
+        payload arrives, for which the request may wait, when a worker ends that may have received one, and
+        when workers have confirmed that they send the engine nothing more: a silent worker is waited for as
+        long as its grants are valid.
 
         Raises:
             TimeoutError: When either comes first.

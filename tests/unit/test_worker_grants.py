@@ -584,7 +584,12 @@ async def test_the_limit_of_an_engine_begins_when_workers_send_it_nothing_more(i
 
 
 async def lose_worker(driver: Driver) -> None:
-    await asyncio.sleep(10.0)
+    await asyncio.sleep(3.0)
+    driver.grants.close()
+
+
+async def lose_worker_after_the_limit(driver: Driver) -> None:
+    await asyncio.sleep(9.0)
     driver.grants.close()
 
 
@@ -593,7 +598,10 @@ async def receive_another_piece(driver: Driver) -> None:
     await driver.beat(use("engine-0", payload=True))
 
 
-@pytest.mark.parametrize(("payload", "until_s"), [(lose_worker, 10.0), (receive_another_piece, 7.0)])
+@pytest.mark.parametrize(
+    ("payload", "until_s"),
+    [(lose_worker, 7.0), (lose_worker_after_the_limit, 13.0), (receive_another_piece, 7.0)],
+)
 async def test_an_update_waits_for_a_payload_of_a_worker(
     payload: Callable[[Driver], Awaitable[None]], until_s: float
 ) -> None:

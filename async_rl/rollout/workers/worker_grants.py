@@ -282,6 +282,8 @@ class WorkerGrants(GrantHolder):
         self._post_changes()
         self._grants.clear()
         for engine_id in list(self._used):
+            if (pool := self._pool_of(engine_id)) is not None:
+                pool.record_payload(engine_id)  # it may have received one, and its calls end only now
             self._end_use(engine_id)
         for number in list(self._revocations):
             self._confirm_revocation(number)
