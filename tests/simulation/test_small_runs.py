@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.engine_protocol import Chunk, GenerateRequest, SamplingParams
+from async_rl.engines.pool import EnginePool
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import AsyncRLError
 from async_rl.store import trajectory_queue
@@ -36,6 +37,7 @@ from verification.simulation.faults import (
     Promise,
     promise_table,
 )
+from verification.simulation.faulty_engines import FaultyEngine
 from verification.simulation.invariant_checker import (
     InvariantChecker,
     caller_is_given_up,
@@ -330,6 +332,31 @@ def test_a_driver_that_is_killed_in_its_last_disk_operation_has_not_ended(tmp_pa
     last = Death(kind="kill_on_disk", after=whole._disk.operations)
     outcome = simulate(0, tmp_path / "killed", scenario=replace(run, deaths=(last,)))
     assert (outcome.violations, outcome.incarnations) == ((), ("kill_on_disk", "finished"))
+
+
+@pytest.mark.parametrize(("refused_by_all", "is_reported"), [(15, False), (0, True)])
+def test_the_end_of_a_run_by_refused_requests_is_reported_where_another_engine_could_accept_them(
+    refused_by_all: int, is_reported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 failures end the run. Engine-0 refuses all these requests and is not doubted, engine-1 the first."""
+    run, num_refused = small_run(0), 0
+    rollout = replace(run.config.rollout, max_attempts=1, max_concurrent_trajectories=1, max_failed_share=0.5)
+    simulation = Simulation(replace(run, config=replace(run.config, rollout=rollout)), tmp_path)
+
+    async def refuse(self: FaultyEngine) -> None:
+        nonlocal num_refused
+        first, second = simulation._cluster.engines
+        first.refuses_requests = num_refused < 16
+        second.refuses_requests = num_refused < refused_by_all
+        num_refused += self.refuses_requests
+        await original(self)
+
+    original = FaultyEngine._refuse_call
+    monkeypatch.setattr(FaultyEngine, "_refuse_call", refuse)
+    monkeypatch.setattr(EnginePool, "doubts_refusals", lambda pool, engine_id: False)
+    outcome = simulation.run()
+    assert num_refused == 16
+    assert bool(outcome.violations) == is_reported, outcome.violations
 
 
 @pytest.mark.real

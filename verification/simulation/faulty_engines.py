@@ -181,6 +181,8 @@ class FaultyEngine(BreakableEngine):
         """Whether it answers as if every request were wrong."""
         self.has_refused_last = False
         """Whether it has done so with its last call."""
+        self.others_accept: Callable[[], bool] = lambda: False
+        """Whether another engine could accept what it refuses as a wrong request."""
         self._max_streams: int | None = None
         """Above so many calls it answers that it is busy."""
         self._retry_after: str | None = None
@@ -361,6 +363,8 @@ class FaultyEngine(BreakableEngine):
             raise explain_refusal(self._engine_id, self._refused_status, None, body, now)
         if self.refuses_requests:
             self.has_refused_last = True
+            if self.others_accept():
+                self._checker.request_is_refused_needlessly()
             self._meet("refuse_requests")
             await asyncio.sleep(_REFUSAL_S)
             body = b'{"object":"error","message":"wrong request"}'

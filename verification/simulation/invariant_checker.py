@@ -134,6 +134,8 @@ class InvariantChecker:
         """The names of the folders of workers that were cut off from the driver."""
         self.have_sums = False
         """Whether this driver knows the checksums of weights that an engine has really loaded."""
+        self.refused_needlessly = set[str]()
+        """Trajectories of this driver whose requests an engine refused while another could accept them."""
         self.deaf = False
         """While a killed driver's remains are cleared away: what they do never happened."""
         self.now: Callable[[], float] = lambda: 0.0
@@ -191,6 +193,7 @@ class InvariantChecker:
         """
         self.engines_serve(False)
         self.have_sums = False
+        self.refused_needlessly = set()
         self._config, self.now = config, now
 
     # -- the trace ----------------------------------------------------------------------------------------
@@ -326,6 +329,12 @@ class InvariantChecker:
         kept = head[: len(tokens)] if request.max_new_tokens == 0 else head
         if tokens[: len(kept)] != kept:
             self.fail(f"{name}: a call of {len(tokens)} tokens does not continue the {len(head)} seen before")
+
+    def request_is_refused_needlessly(self) -> None:
+        """An engine refuses a request as wrong, and another one could accept it."""
+        kind, _, name = _task_name().rpartition(" ")
+        if kind in ("trajectory", "end of"):
+            self.refused_needlessly.add(root_of(name))
 
     def call_is_made(self, request: GenerateRequest) -> Callable[[], None]:
         """A session makes a call; what this returns is to be called when the call reaches its engine."""

@@ -255,6 +255,8 @@ class Simulation:
         self._cluster = SimulatedCluster(
             self._scenario, self._checker, incarnation, self.before_step, self._nodes, self._run_dir
         )
+        for engine in self._cluster.engines:
+            engine.others_accept = lambda: bool(self._accepting())
         self._cluster.trainer.own_files = self._disk.open_to_checks
         self._cluster.trainer.diary = self._diary
         self._orchestrator = Orchestrator(
@@ -344,22 +346,12 @@ class Simulation:
             # Engines that refuse all requests as wrong are believed, unless another one could accept them.
             # Each is believed a few times before, by all attempts of as many trajectories: failures with
             # other causes may follow.
-            pool, wrong = self._orchestrator.pool, "wrong request" in str(cause)
+            wrong = "wrong request" in str(cause)
             if refused := re.search(r"(\d+) RequestRefused", str(cause)):
-                wrong = int(refused[1]) > MIN_TRAJECTORIES * len(pool.engines()) * before.max_attempts
-            states = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERVING)
-            reserved = self._config.evaluation.engines
-            rollout_engines = pool.engines()[: -reserved if isinstance(reserved, int) else None]
-            others = [
-                engine
-                for engine in pool.engines(*states)
-                if engine in rollout_engines
-                and len(rollout_engines) > 1  # an engine alone is believed
-                and isinstance(engine, FaultyEngine)
-                and not (engine.refuses_requests or engine.has_refused_last)
-                and f"{engine.engine_id} answered 400" not in str(cause)
-                and engine.holds_memory
-            ]
+                refused_needlessly = min(int(refused[1]), len(self._checker.refused_needlessly))
+                num_engines = len(self._cluster.engines)
+                wrong = refused_needlessly > MIN_TRAJECTORIES * num_engines * before.max_attempts
+            others = [e for e in self._accepting() if f"{e.engine_id} answered 400" not in str(cause)]
             # The tasks are as hard the next time: the user does what the error message says.
             if "max_filtered_groups" in str(cause):
                 after = replace(
@@ -384,6 +376,22 @@ class Simulation:
             allowed = False
         if not allowed:
             self._checker.fail(f"the run ended with {type(cause).__name__}: {cause}")
+
+    def _accepting(self) -> list[FaultyEngine]:
+        """Return the engines that could accept, now or soon, what another one refuses as a wrong request."""
+        pool, reserved = self._orchestrator.pool, self._config.evaluation.engines
+        rollout_engines = pool.engines()[: -reserved if isinstance(reserved, int) else None]
+        if len(rollout_engines) == 1:  # an engine alone is believed
+            return []
+        states = (EngineState.JOINING, EngineState.UPDATING, EngineState.SERVING)
+        return [
+            engine
+            for engine in pool.engines(*states)
+            if engine in rollout_engines
+            and isinstance(engine, FaultyEngine)
+            and not (engine.refuses_requests or engine.has_refused_last)
+            and engine.holds_memory
+        ]
 
     def _was(self, kind: str) -> bool:
         return (
