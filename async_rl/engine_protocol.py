@@ -7,7 +7,7 @@ engine raises (`EngineError` and its subclasses), and the caller keeps the chunk
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
 
@@ -192,15 +192,33 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...]
 
 
-class DistributedUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="distributed"):
-    """New weights as a sequence of broadcasts in a process group that the engine has joined.
+class WeightBucket(msgspec.Struct, frozen=True):
+    """Tensors that a trainer rank sends at once: flattened to uint8 and concatenated without gaps."""
 
-    Each bucket is one flattened uint8 broadcast from rank 0, its tensors concatenated without gaps.
-    """
+    sender: int
+    """The rank."""
+    tensors: tuple[TensorSpec, ...]
+
+
+class DistributedUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="distributed"):
+    """New weights as a sequence of broadcasts, one per bucket, in groups that the engine has joined."""
 
     weight_version: int
     group_name: str
-    buckets: tuple[tuple[TensorSpec, ...], ...]
+    """What the names of the groups, one per sender, begin with: see `group_of`."""
+    buckets: tuple[WeightBucket, ...]
+    is_concurrent: bool = False
+    """Whether the engine receives consecutive buckets of different senders at the same time."""
+
+    def rounds(self) -> Iterator[list[WeightBucket]]:
+        """Yield the buckets that are received at the same time, in order."""
+        together: list[WeightBucket] = []
+        for bucket in self.buckets:
+            if together and (not self.is_concurrent or bucket.sender in [each.sender for each in together]):
+                yield together
+                together = []
+            together.append(bucket)
+        yield together
 
 
 class TensorUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
@@ -218,10 +236,18 @@ class TensorUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="tensor"):
 WeightUpdate = DiskUpdate | AdapterUpdate | DistributedUpdate | TensorUpdate
 
 
+def group_of(group_name: str, sender: int) -> str:
+    """Return the name of the process group that a sender's buckets pass through."""
+    return f"{group_name}-{sender}"
+
+
 class GroupInvite(msgspec.Struct, frozen=True, kw_only=True):
-    """The TCP rendezvous (`torch.distributed`) at which an engine joins a weight-update group."""
+    """The TCP rendezvous (`torch.distributed`) at which an engine and a sender join their group."""
 
     group_name: str
+    """That of all senders together."""
+    sender: int = 0
+    """The trainer rank that is rank 0 of the group."""
     backend: Literal["nccl", "gloo"]
     host: str
     port: int
@@ -279,7 +305,7 @@ class Engine(Protocol):
         ...
 
     async def leave_weight_group(self, group_name: str) -> None:
-        """Leave a weight-update group."""
+        """Leave the group with one sender, named as `group_of` does."""
         ...
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:

@@ -10,6 +10,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── EngineBusy      an engine takes no more calls for now
 │   ├── LocalShortage   this process has no descriptor, port or memory left to reach an engine
 │   ├── WeightSyncError an engine could not be brought to the published weights
+│   │   └── WeightsNotReceived  a broadcast to it failed; another engine may be to blame
 │   └── VersionMismatch an engine answered under weights that were not published to it
 ├── NodeUnreachable     a node with finished trajectories does not answer; they are waited for, then lost
 ├── WorkerLost          a rollout worker ended or stopped responding; its attempts continue in another
@@ -59,6 +60,10 @@ wrong_prefix: of another text: the history was edited since.
 out_of_range: an expert that does not exist.
 duplicate: an expert twice in a row, as in a layer that an engine left at zeros.
 """
+
+
+ABORTED = "aborted: "
+"""What an engine's message contains when its broadcast was aborted by the sender."""
 
 
 class AsyncRLError(Exception):
@@ -128,6 +133,15 @@ class EngineTimeout(EngineError):
 
 class WeightSyncError(EngineError):
     """An engine could not be brought to the published weights."""
+
+
+class WeightsNotReceived(WeightSyncError):
+    """A broadcast of weights to an engine failed: another member of its group may be to blame."""
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether the sender aborted the broadcast, so that another one is."""
+        return ABORTED in str(self)
 
 
 class VersionMismatch(EngineError):

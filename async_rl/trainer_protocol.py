@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from async_rl.engine_protocol import GroupInvite, TensorSpec
+from async_rl.engine_protocol import GroupInvite, WeightBucket
 from async_rl.types import TakenBatch
 
 
@@ -162,19 +162,29 @@ class Trainer(Protocol):
         ...
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
-        """Join a weight-update group as its rank 0, on rank 0; other ranks return at once."""
+        """Join a weight-update group as its rank 0, on the sender; other ranks return at once."""
         ...
 
     async def close_weight_group(self, group_name: str) -> None:
-        """Leave a weight-update group; do nothing when it is not open."""
+        """Leave the weight-update group of each sender; do nothing when it is not open."""
         ...
 
-    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Return names, dtypes and shapes of all tensors in the order in which `send_weights` sends them."""
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[WeightBucket, ...]:
+        """Return all buckets in the order in which engines take them."""
         ...
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """Broadcast the current weights, bucket by bucket, to each group."""
+    async def abort_weight_group(self, group_name: str) -> None:
+        """Let `send_weights` send no more into a group; it may be called meanwhile."""
+        ...
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+        """Broadcast the current weights, bucket by bucket: each sender its own, to its group of each name.
+
+        A group that fails is left out from then on.
+
+        Returns:
+            By the name of a sender's group (`group_of`): the ranks whose processes were found stopped.
+        """
         ...
 
     async def checksums(self) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Measures giving an engine new weights, by transport, against copying the same bytes.
 
-    python benchmarks/weight_sync.py [--publish] [--quick] [--json FILE]
+    python benchmarks/weight_sync.py [--publish | --scaling] [--quick] [--json FILE]
 
 A real SGLang server on the CPU gets the weights of a random Qwen3-MoE again and again, by each transport
 alternately, as `WeightSync` does it: into an engine that runs nothing, prefix cache flushed, version read
@@ -17,11 +17,16 @@ is what `weights.verify=checksum` adds: the engine's sums over its weights, and 
 
 `--publish` measures the real trainer on 1, 2 and 4 data-parallel ranks instead: a version that all owners
 write, synced and renamed, against the same bytes, which as many processes write into one file each and sync.
+
+`--scaling` measures how broadcasts grow with engines and senders. The driver's own update sends to processes
+that receive as SGLang does, one bucket after the other, over links of a few MB/s.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import shutil
 import socket
 import statistics
@@ -40,7 +45,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
-from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate
+from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate, group_of
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import free_port
 from async_rl.runtime.files import sync
@@ -50,12 +55,21 @@ from benchmarks.logits_memory import PeakBytes
 from benchmarks.real_parts import serving
 from benchmarks.support.tables import Row, argument_parser, report, timed
 from tests.support.ranks import run_ranks
+from tests.support.receiving_world import Ranks, even_tensors, receiving_world
 from tests.support.sglang_world import in_trainer_order
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 from tests.support.trainers import started, trainer_config
+from tests.support.weight_receiver import open_sockets
+from trainer.megatron.weight_owners import assign_owners
 from trainer.weights.weight_export import WeightExport
 
 GROUP = "benchmark"
+
+
+PACED_BYTES_PER_S = 8e6
+"""What a process may send with `--scaling`: the cores are half idle then."""
+
+PACED_BUCKET_BYTES = 1 << 18
 
 
 class Times(NamedTuple):
@@ -75,11 +89,10 @@ class Sender:
         self._bucket_bytes = bucket_bytes
         self._version = 0
         self._export = WeightExport(
-            lambda: iter(self.tensors.items()),
-            lambda: iter(self.tensors.items()),
+            *[lambda: iter(self.tensors.items())] * 3,
             0,
             torch.device("cpu"),
-            specs=lambda: [spec_of(*each) for each in self.tensors.items()],
+            owners=lambda: assign_owners([(0, [spec_of(*each) for each in self.tensors.items()])], (0,)),
             group_timeout_s=300.0,
         )
         self._plan = self._export.plan_buckets(bucket_bytes)
@@ -240,7 +253,7 @@ async def measure(hidden: int, layers: int, rounds: int, bucket_bytes: int, scra
                     "stall_s": statistics.median(t.stall for t in taken),
                     "held_MB": sender.held(name) / 1e6,
                 }
-        await asyncio.gather(asyncio.to_thread(sender.close), engine.leave_weight_group(GROUP))
+        await asyncio.gather(asyncio.to_thread(sender.close), engine.leave_weight_group(group_of(GROUP, 0)))
     return rows
 
 
@@ -300,10 +313,50 @@ def measure_publishing(hidden: int, layers: int, rounds: int, scratch: Path) -> 
     return rows
 
 
+async def measure_scaling(receivers: int, senders: int, num_buckets: int, scratch: Path) -> Row:
+    """Send buckets from some ranks to some engines, each process with a limit to what it sends.
+
+    `limit_seconds` is what the busiest process has sent or received, by the bytes that its sockets count, at
+    that rate. In Gloo's tree receivers send, too.
+    """
+    ranks = Ranks(senders, PACED_BUCKET_BYTES, even_tensors(PACED_BUCKET_BYTES, num_buckets))
+    ranks.bytes_per_s = PACED_BYTES_PER_S
+    async with receiving_world(scratch, ranks, [()] * receivers) as world:
+
+        async def moved() -> list[list[int]]:
+            sockets = open_sockets()
+            of_ranks = [[sum(sockets[each][0] for each in own)] for own in ranks.sockets.values()]
+            of_engines = [(await engine.command("moved"))["digest"] for engine in world.engines]
+            return [*of_ranks, *map(json.loads, of_engines)]
+
+        digest, before = ranks.change(), await moved()
+        begin_s = time.perf_counter()
+        await world.sync.update_engines(1)
+        seconds = time.perf_counter() - begin_s
+        assert {engine.digest for engine in world.engines} == {digest}
+        own = [
+            [b - a for a, b in zip(*each, strict=True)] for each in zip(before, await moved(), strict=True)
+        ]
+    limit_s = max(max(each) for each in own) / PACED_BYTES_PER_S
+    return {
+        "receivers": receivers,
+        "senders": senders,
+        "model_bytes": num_buckets * PACED_BUCKET_BYTES,
+        "bytes_of_rank0": own[0][0],
+        "most_bytes_of_a_sender": max(each[0] for each in own[:senders]),
+        "seconds": seconds,
+        "limit_seconds": limit_s,
+        "x limit": seconds / limit_s,
+    }
+
+
 def main() -> int:
     """Measure and print."""
     parser = argument_parser(__doc__, quick="a small model, 3 rounds: under a minute")
     parser.add_argument("--publish", action="store_true", help="files of 1, 2 and 4 ranks, no transports")
+    parser.add_argument(
+        "--scaling", action="store_true", help="1, 4, 16 engines and 1, 2, 4 senders, paced; no transports"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     hidden, layers, rounds, bucket_bytes = (256, 2, 3, 8 << 20) if options.quick else (512, 4, 7, 64 << 20)
@@ -311,6 +364,15 @@ def main() -> int:
         scratch = Path(name)
         if options.publish:
             rows = measure_publishing(hidden, layers, rounds, scratch)
+        elif options.scaling:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            rows = [
+                asyncio.run(measure_scaling(receivers, senders, 16 if options.quick else 64, scratch))
+                for receivers in ((1, 4) if options.quick else (1, 4, 16))
+                for senders in (1, 2, 4)
+            ]
+            rate = f"{PACED_BYTES_PER_S / 1e6:.0f} MB/s per process"
+            return report(rows, f"broadcasts by Gloo at {rate}", options.json)
         else:
             rows = asyncio.run(measure(hidden, layers, rounds, bucket_bytes, scratch))
     return report(rows, f"weights of a model of {layers} layers, hidden size {hidden}", options.json)

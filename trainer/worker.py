@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from async_rl.config import Config, RejectConfig, old_log_probs_reason, parse_config
-from async_rl.engine_protocol import GroupInvite, TensorSpec
+from async_rl.engine_protocol import GroupInvite, WeightBucket
 from async_rl.engines.model_facts import read_config
 from async_rl.errors import CorruptFrame, InvariantError, NonFiniteLoss, TrainerError
 from async_rl.store.frames import find_flaws, read_trajectories
@@ -81,6 +81,7 @@ from trainer.megatron.packing import (
 )
 from trainer.megatron.process_groups import choose_device, start_process_groups, stop_process_groups
 from trainer.megatron.replay import check_rows
+from trainer.megatron.weight_owners import WeightOwners
 from trainer.passthrough import check_megatron_settings
 from trainer.placed import PlacedMicroBatch, spread_values
 from trainer.validate import check_adapters, check_fused_layers
@@ -221,10 +222,11 @@ class TrainerWorker:
         self._offload = TrainerOffload(*models, saver=saver)
         self._weights = WeightExport(
             self.export_weights,
+            self.export_sent,
             self.export_owned,
             self._rank,
             device,
-            specs=self._exported_specs,
+            owners=self._checked_owners,
             # Well under the engines' own limit: an engine that does not respond is left out before the others
             # time out.
             group_timeout_s=config.weights.timeout_s / 4,
@@ -909,7 +911,7 @@ class TrainerWorker:
         if self.syncs_adapter:
             self._publish_adapter(directory)
             return
-        self.weights.tensor_specs()
+        self.weights.owners()
         if self._snapshot is None:
             self.model.bridge.save_hf(self.model.chunks, directory)
         else:
@@ -932,30 +934,35 @@ class TrainerWorker:
 
     def publish_delta(self, path: str, base: int | None, weight_version: int) -> bool:
         """Implements `Trainer.publish_delta`."""
-        self.weights.tensor_specs()
+        self.weights.owners()
         with self._beside_training():
             num_files = dist.get_world_size() if self._snapshot is None else 1
             return self.weights.write_delta(Path(path), base, weight_version, num_files)
 
     def open_weight_group(self, invite: GroupInvite) -> None:
-        """Join a weight-update group on rank 0; the other ranks return at once."""
+        """Join a weight-update group on its sender; the other ranks return at once."""
         self.weights.open_group(invite)
 
     def close_weight_group(self, group_name: str) -> None:
-        """Leave a weight-update group; do nothing when the group is not open."""
+        """Leave the weight-update group of this sender; do nothing when it is not open."""
         self.weights.close_group(group_name)
 
-    def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
-        """Return the buckets that `send_weights` broadcasts, in its order."""
+    def plan_buckets(self, bucket_bytes: int) -> tuple[WeightBucket, ...]:
+        """Return the buckets of all senders in the order in which engines take them."""
         buckets = self.weights.plan_buckets(bucket_bytes)
         if self.config.weights.transport == "tensor":
-            self.weights.allocate_buffers(buckets)  # before the first update needs the memory
+            # Before the first update needs the memory.
+            self.weights.allocate_buffers([each.tensors for each in buckets])
         return buckets
 
-    def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
-        """Broadcast the current weights, bucket by bucket, to each of the groups."""
+    def abort_weight_group(self, group_name: str) -> None:
+        """Implements `Trainer.abort_weight_group`; it is called in a thread of its own."""
+        self.weights.abort_group(group_name)
+
+    def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+        """Broadcast what this sender has of the current weights, bucket by bucket, to each of its groups."""
         with self._beside_training():
-            self.weights.send_weights(group_names, bucket_bytes)
+            return self.weights.send_weights(group_names, bucket_bytes)
 
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Implements `Trainer.share_bucket`."""
@@ -972,19 +979,27 @@ class TrainerWorker:
             return sum_tensors(self.export_weights())
         return self.weights.checksums()
 
-    def _exported_specs(self) -> Sequence[TensorSpec]:
-        """Return what engines receive; rank 0 compares it with their model."""
-        specs = self.model.bridge.owners(self.model.chunks).specs
+    def _checked_owners(self) -> WeightOwners:
+        """Return what engines receive, and from whom; rank 0 compares it with their model."""
+        bridge, model, weights = self.model.bridge, self.config.model, self.config.weights
+        if weights.transport == "distributed" and not weights.overlap:  # else rank 0 sends
+            bridge.num_senders = weights.senders
+        owners = bridge.owners(self.model.chunks)
         if self._rank == 0:
-            model = self.config.model
-            check_exported(specs, served_specs(Path(model.path)), self.model.bridge.hf_config, model.dtype)
-        return specs
+            check_exported(owners.specs, served_specs(Path(model.path)), bridge.hf_config, model.dtype)
+        return owners
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield what engines receive, the snapshot or the current state: weights under Hugging Face names,
         with adapters merged into them, or adapters under PEFT's names.
         """
         return self._gather_weights() if self._snapshot is None else self._snapshot.tensors()
+
+    def export_sent(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield those of the weights that this rank's sender sends, or the snapshot, which rank 0 has."""
+        if self._snapshot is not None:
+            return self._snapshot.tensors()
+        return self.model.bridge.export_sent(self.model.chunks)
 
     def export_owned(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield those of the weights that this rank owns, or the snapshot, which rank 0 has."""

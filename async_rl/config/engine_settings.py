@@ -115,6 +115,9 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     """Where that copy is stored: in rank 0's host memory (pinned if there is a GPU) or on its GPU."""
     bucket_bytes: Annotated[int, Meta(ge=1 << 16)] = 256 << 20
     """Size of a bucket, bytes."""
+    senders: PositiveInt | None = None
+    """Number of trainer ranks that send with `transport: distributed`, each what it and its neighbours own;
+    null for one on each host. Every engine has a process group with each. With `overlap` rank 0 sends."""
     local_dir: Annotated[str, Meta(min_length=1)] = "/dev/shm"
     """Where an engine's host keeps its copy for `transport: delta`, one folder per engine: capacity for the
     weights twice, in memory or on a fast disk."""

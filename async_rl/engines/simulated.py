@@ -35,6 +35,7 @@ from async_rl.engine_protocol import (
     Retraction,
     RoutingPayload,
     WeightUpdate,
+    group_of,
 )
 from async_rl.errors import (
     AlignmentError,
@@ -543,9 +544,10 @@ class SimulatedEngine:
     async def join_weight_group(self, invite: GroupInvite) -> None:
         """Implements `Engine.join_weight_group`. As in torch, a name that is in use is refused."""
         self._check_alive()
-        if invite.group_name in self.weight_groups:
-            raise WeightSyncError(f"{self._engine_id} is already in a group {invite.group_name}")
-        self.weight_groups.add(invite.group_name)
+        name = group_of(invite.group_name, invite.sender)
+        if name in self.weight_groups:
+            raise WeightSyncError(f"{self._engine_id} is already in a group {name}")
+        self.weight_groups.add(name)
 
     async def leave_weight_group(self, group_name: str) -> None:
         """Implements `Engine.leave_weight_group`."""

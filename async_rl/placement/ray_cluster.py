@@ -25,7 +25,7 @@ from async_rl.placement.actors import ActorSetup, RankActor, node_address
 from async_rl.placement.frame_readers import FrameReaders
 from async_rl.placement.placements import Placements, addresses_of, node_addresses
 from async_rl.placement.ray_engines import RayEngines, uses_gpus
-from async_rl.placement.ray_trainer import WEIGHTS, RayTrainer, last_line, make_worker
+from async_rl.placement.ray_trainer import ABORTS, WEIGHTS, RayTrainer, last_line, make_worker
 from async_rl.placement.rollout_worker_actor import rollout_worker
 from async_rl.placement.shared_devices import Device, assign_devices, options_beside
 from async_rl.rollout.workers.messages import Link
@@ -63,6 +63,7 @@ class RayCluster(RayEngines, Cluster):
         self._rank_actors: list[Any] = []
         self._rank_placements = self._new_rank_placements()
         self.weight_backend = "nccl" if uses_gpus(config.trainer.device) else "gloo"
+        self.abortable_servers = _are_patched(config)
 
     def engines_of(self, model: str) -> EngineProcesses:
         """Return what starts the engines of a model in `models`."""
@@ -98,7 +99,7 @@ class RayCluster(RayEngines, Cluster):
     async def _start_ranks(self) -> Trainer:
         config, ranks = self._config, self._config.trainer.num_ranks
         await self._rank_placements.wait_ready(config.placement.wait_s)
-        threads = {WEIGHTS: 1} if config.weights.overlap else {}
+        threads = {ABORTS: 1} | ({WEIGHTS: 1} if config.weights.overlap else {})
         actor_class = ray.remote(concurrency_groups=threads)(RankActor)  # type: ignore[call-overload]
         log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
         devices = await self._shared_devices(ranks)
@@ -115,7 +116,7 @@ class RayCluster(RayEngines, Cluster):
         nodes = await asyncio.to_thread(addresses_of, [self._processes[actor].host for actor in actors])
         trainer = RayTrainer(actors, nodes, log_paths, config, self.node, self._frame_readers.call)
         plain = to_builtins(config)
-        host, port = await self.open_port()
+        host, port = await self.open_port(0)
         async with Nursery() as nursery:
             for rank, actor in enumerate(actors):
                 nursery.start_task(
@@ -158,17 +159,19 @@ class RayCluster(RayEngines, Cluster):
         asked = [actor.devices.remote() for parts in self._engine_actors.values() for actor in parts]
         return list(assign_devices([await devices for devices in asked], ranks))
 
-    async def open_port(self) -> tuple[str, int]:
-        """Return an address on rank 0's node at which rank 0 and an engine can connect."""
+    async def open_port(self, rank: int) -> tuple[str, int]:
+        """Return an address on a rank's node at which it and an engine can connect."""
         limit_s = self._config.weights.timeout_s
-        call = self._rank_actors[0].free_address
+        call = self._rank_actors[rank].free_address
         if self._config.weights.overlap:  # the rank may be in a step, which an engine does not wait for
             call = call.options(concurrency_group=WEIGHTS)
         try:
             async with asyncio.timeout(limit_s):
                 host, port = await call.remote()
         except (RayError, TimeoutError) as error:
-            raise TrainerError(f"trainer rank 0 gave no address within {limit_s} s: {error!r}") from error
+            raise TrainerError(
+                f"trainer rank {rank} gave no address within {limit_s} s: {error!r}"
+            ) from error
         return host, port
 
     def other_nodes(self) -> Collection[str]:
@@ -215,3 +218,11 @@ def _actor_setup(run_dir: Path) -> ActorSetup:
     path.write_text(marker)
     node = ray.get_runtime_context().get_node_id()
     return ActorSetup(os.getcwd(), str(path), marker, node, tuple(IMPORT_FOLDERS))
+
+
+def _are_patched(config: Config) -> bool:
+    """Whether servers are started by a launcher that patches SGLang."""
+    engine = config.engine
+    if not isinstance(engine, SGLangEngines) or not uses_gpus(engine.device):
+        return True
+    return config.routing.from_engine and engine.narrow_routing

@@ -11,7 +11,7 @@ import msgspec
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayError, RayTaskError
 
 from async_rl.config import Config
-from async_rl.engine_protocol import GroupInvite, TensorSpec
+from async_rl.engine_protocol import GroupInvite, WeightBucket
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, NodeUnreachable, TrainerError
 from async_rl.runtime.supervision import run_together
 from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
@@ -29,6 +29,9 @@ _MAX_DELIVERIES: Final = 3
 
 WEIGHTS: Final = "weights"
 """The concurrency group of a rank's actor that sends weights, in a thread of its own."""
+
+ABORTS: Final = "aborts"
+"""That in which sending is aborted."""
 
 
 CallFrameReader = Callable[..., Coroutine[Any, Any, Any]]
@@ -200,19 +203,28 @@ class RayTrainer(Trainer):
         """Implement `Trainer.close_weight_group` for all ranks."""
         await self._call_weight_ranks(self._config.weights.timeout_s, "close_weight_group", group_name)
 
-    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[WeightBucket, ...]:
         """Implement `Trainer.plan_buckets` for all ranks."""
-        plan: tuple[tuple[TensorSpec, ...], ...] = await self._call_weight_ranks(
+        plan: tuple[WeightBucket, ...] = await self._call_weight_ranks(
             self._config.weights.timeout_s, "plan_buckets", bucket_bytes
         )
         return plan
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+    async def abort_weight_group(self, group_name: str) -> None:
+        """Implement `Trainer.abort_weight_group` for all ranks, which may be sending."""
+        calls = [
+            actor.call_worker.options(concurrency_group=ABORTS).remote("abort_weight_group", group_name)
+            for actor in self._actors
+        ]
+        await self._gather(self._config.weights.timeout_s, "abort_weight_group", calls)
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
         """Implement `Trainer.send_weights` for all ranks."""
         # The ranks limit each broadcast and skip dead engines; this limit is for a dead trainer.
-        await self._call_weight_ranks(
-            2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes
+        answers: list[dict[str, list[int]]] = await self._call_weight_ranks(
+            2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes, of_all=True
         )
+        return {name: ranks for answer in answers for name, ranks in answer.items()}
 
     async def checksums(self) -> dict[str, str]:
         """Implement `Trainer.checksums` for all ranks."""
@@ -252,12 +264,20 @@ class RayTrainer(Trainer):
             limit_s, method, [actor.call_worker.remote(method, *arguments) for actor in self._actors]
         )
 
-    async def _call_weight_ranks(self, limit_s: float, method: str, *arguments: Any) -> Any:
-        """Call all ranks; with `weights.overlap` only rank 0, which has the copy, in its own thread."""
-        if not self._config.weights.overlap:
-            return await self._call_all(limit_s, method, *arguments)
-        call = self._actors[0].call_worker.options(concurrency_group=WEIGHTS)
-        return await self._gather(limit_s, method, [call.remote(method, *arguments)])
+    async def _call_weight_ranks(
+        self, limit_s: float, method: str, *arguments: Any, of_all: bool = False
+    ) -> Any:
+        """Call all ranks; with `weights.overlap` only rank 0, which has the copy, in its own thread.
+
+        Returns:
+            Rank 0's answer, or with `of_all` a list of all.
+        """
+        calls = [each.call_worker for each in self._actors]
+        if self._config.weights.overlap:
+            calls = [calls[0].options(concurrency_group=WEIGHTS)]
+        references = dict(enumerate(call.remote(method, *arguments) for call in calls))
+        answers = await self._answers(limit_s, method, references)
+        return answers if of_all else answers[0]
 
     async def _gather(self, limit_s: float, method: str, references: list[Any]) -> Any:
         """Wait for all ranks and return rank 0's answer. The first rank that fails fails the call."""

@@ -32,7 +32,7 @@ from msgspec.structs import replace
 
 from async_rl.config import Config, EvaluationConfig, SGLangEngines, TeacherConfig
 from async_rl.config.base import PositiveInt, Strict
-from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, TensorSpec
+from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, WeightBucket
 from async_rl.errors import EngineError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
@@ -407,12 +407,16 @@ class TimedTrainer:
     async def close_weight_group(self, group_name: str) -> None:
         """See `Trainer.close_weight_group`."""
 
-    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[WeightBucket, ...]:
         """See `Trainer.plan_buckets`."""
         return ()
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+    async def abort_weight_group(self, group_name: str) -> None:
+        """See `Trainer.abort_weight_group`."""
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
         """See `Trainer.send_weights`."""
+        return {}
 
     async def checksums(self) -> dict[str, str]:
         """See `Trainer.checksums`."""
@@ -443,6 +447,7 @@ class PlannedCluster:
     """See `async_rl.run.cluster.Cluster`: nothing dies here."""
 
     weight_backend = "gloo"
+    abortable_servers = True
     node = ""
     other_nodes = staticmethod(tuple)
     open_frame_reader = staticmethod(no_other_nodes)
@@ -483,7 +488,7 @@ class PlannedCluster:
         """See `Cluster.watch_engines`."""
         await asyncio.Future()
 
-    async def open_port(self) -> tuple[str, int]:
+    async def open_port(self, rank: int) -> tuple[str, int]:
         """See `Cluster.open_port`."""
         return "127.0.0.1", 0
 

@@ -82,6 +82,7 @@ def wait_limits(config: Config) -> dict[str, float]:
         "tool": rollout.tool_timeout_s,
         "trainer start": trainer.start_timeout_s,
         "trainer step": trainer.step_timeout_s,
+        "weight groups": weights.timeout_s,
     }
     return {str(on): limit_s for on, limit_s in named.items()}
 

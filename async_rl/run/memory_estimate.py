@@ -229,7 +229,7 @@ def _engine_use(
         row = facts.num_layers * facts.top_k * 4
         parts["routing"] = max(prefill, engine.max_running_requests) * row
     if config.weights.transport in ("distributed", "tensor"):
-        parts["bucket"] = config.weights.bucket_bytes
+        parts["bucket"] = config.weights.bucket_bytes * (config.weights.senders or 1)
     static = sum(parts.values())
     reserve = 0
     if gpu is not None and _on_gpu(engine.device, gpu):

@@ -176,6 +176,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "the trainer does not send its weights",
         "The trainer is sending its weights.",
     ),
+    "weight groups": WaitKind(
+        "engines to join the trainer's process groups",
+        "engines do not join the trainer's process groups",
+        "Engines are joining the process groups in which they receive weights.",
+    ),
     "slot": WaitKind(
         "a free slot",
         "no slot becomes free",

@@ -9,21 +9,24 @@ defines the layout of a bucket.
 from __future__ import annotations
 
 import logging
-import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from async_rl.engine_protocol import GroupInvite
+from async_rl.engine_protocol import GroupInvite, group_of
+from async_rl.engines.group_liveness import CHECK_S, SILENT_S, SilenceMonitor, blocking_waits, wait_until
 from async_rl.errors import WeightSyncError
 
-_BLOCKING_WAIT: Final = "TORCH_NCCL_BLOCKING_WAIT"
+_JOIN_S: Final = 20.0
+"""Longest wait for all to join: meanwhile the engines that have joined generate nothing."""
 
 log = logging.getLogger(__name__)
 
@@ -51,39 +54,29 @@ def open_store(host: str, port: int, world_size: int, timeout_s: float) -> c10d.
         )
 
 
-@contextmanager
-def blocking_waits() -> Iterator[None]:
-    """Make `wait()` of NCCL groups that are created within the block raise when a peer fails, as Gloo's.
-
-    By default it returns at once, and torch's watchdog ends the whole process when the peer stays away. With
-    this variable a group has no watchdog: `wait()` blocks, and aborts the group before it raises. Torch reads
-    it when a group is created (`ProcessGroupNCCL.cpp`, the constructor and `synchronizeInternal`), so the
-    groups of training keep their watchdogs.
-    """
-    before = os.environ.get(_BLOCKING_WAIT)
-    os.environ[_BLOCKING_WAIT] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_BLOCKING_WAIT]
-        else:
-            os.environ[_BLOCKING_WAIT] = before
-
-
 class WeightGroup:
-    """Rank 0 of one process group that an engine's ranks have joined."""
+    """Rank 0 of one process group that the ranks of engines have joined."""
 
     def __init__(self, invite: GroupInvite, timeout_s: float) -> None:
-        """Open the rendezvous and wait until the engine has joined.
+        """Open the rendezvous and wait until all have joined.
+
+        Args:
+            invite: What the engines are told.
+            timeout_s: Longest wait for the transfer of one bucket.
 
         Raises:
-            WeightSyncError: When it has not within `timeout_s`.
+            WeightSyncError: When they have not joined within `_JOIN_S`, or `timeout_s` if that is less.
         """
-        self.name = invite.group_name
-        timeout = timedelta(seconds=timeout_s)
+        self.name = group_of(invite.group_name, invite.sender)
+        self.silent: list[int] = []
+        """The ranks because of which the group was aborted: their processes do not run."""
+        self._is_aborted = threading.Event()
+        self._pending: dist.Work | None = None
+        self._num_sent = 0
+        self._timeout_s = timeout_s
+        join_s = min(_JOIN_S, timeout_s)
         try:
-            store = open_store(invite.host, invite.port, invite.world_size, timeout_s)
+            store = open_store(invite.host, invite.port, invite.world_size, join_s)
             # Not init_process_group: it would create the default group, and a process can have only one.
             # SGLang prefixes the store with the name before torch's helper prefixes it again; so does this.
             with blocking_waits():
@@ -92,58 +85,110 @@ class WeightGroup:
                     0,
                     [],
                     c10d.Backend(invite.backend),
-                    c10d.PrefixStore(invite.group_name, store),
-                    group_name=c10d.GroupName(invite.group_name),
-                    timeout=timeout,
+                    c10d.PrefixStore(self.name, store),
+                    group_name=c10d.GroupName(self.name),
+                    timeout=timedelta(seconds=timeout_s),
                 )
         except (RuntimeError, OSError) as e:
             raise WeightSyncError(
-                f"the engine did not join the weight-update group {self.name} at "
-                f"{invite.host}:{invite.port} within {timeout_s} s: {e}"
+                f"not all engines joined the weight-update group {self.name} at "
+                f"{invite.host}:{invite.port} within {join_s} s: {e}"
             ) from e
         c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(invite.world_size)}
+        self._monitor = SilenceMonitor(self._group, invite.world_size)
 
-    def broadcast(self, data: torch.Tensor) -> dist.Work:
-        """Start sending `data` to the engine's ranks."""
-        work: dist.Work | None = dist.broadcast(data, src=0, group=self._group, async_op=True)
-        assert work is not None, "rank 0 is a member of its own group"
-        return work
+    def abort(self, why: str) -> None:
+        """Let all members stop waiting; any thread may call this."""
+        self._is_aborted.set()
+        self._monitor.abort(why)
+
+    def start_broadcast(self, data: torch.Tensor) -> None:
+        """Start sending `data` to the engines' ranks; `wait` ends it.
+
+        Raises:
+            RuntimeError: When a rank has failed. The group is of no use then.
+            WeightSyncError: When the group was aborted.
+        """
+        with self._aborted_on_failure():
+            if self._is_aborted.is_set():
+                raise WeightSyncError("the driver has aborted the update")
+            self._pending = dist.broadcast(data, src=0, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait until what was started is sent.
+
+        Raises:
+            RuntimeError: When a rank has failed. The group is of no use then.
+            WeightSyncError: When the group was aborted, because a rank is silent or by another thread.
+        """
+        if (work := self._pending) is not None:
+            with self._aborted_on_failure():
+                wait_until(work.is_completed, self._check, CHECK_S, self._timeout_s)
+                work.wait()  # raises what it failed with
+            self._pending = None
+            self._num_sent += 1
+
+    def wait_for_receivers(self) -> None:
+        """Wait until all ranks have what was sent: some pass it on to others when this one has done its part.
+
+        Raises:
+            WeightSyncError: As `wait`.
+        """
+        with self._aborted_on_failure():
+            has_arrived = partial(self._monitor.have_received, self._num_sent)
+            wait_until(has_arrived, self._check, CHECK_S, self._timeout_s)
+
+    @contextmanager
+    def _aborted_on_failure(self) -> Iterator[None]:
+        """Let members that are not connected with the one that failed stop waiting, too."""
+        try:
+            yield
+        except (RuntimeError, WeightSyncError) as error:
+            self.abort(str(error))
+            self._abort_communicator()
+            raise
+
+    def _abort_communicator(self) -> None:
+        if dist.get_backend(self._group) == "nccl":
+            self._group._get_backend(torch.device("cuda")).abort()
+
+    def _check(self) -> None:
+        self.silent = self._monitor.find_silent()
+        if self.silent:
+            raise WeightSyncError(f"no sign of life from ranks {self.silent} for {SILENT_S:.0f} s")
+        if self._is_aborted.is_set():
+            raise WeightSyncError("the driver has aborted the update")
 
     def close(self) -> None:
-        """Leave the group."""
-        dist.destroy_process_group(self._group)
+        """Leave the group. One with a broadcast that does not end is left to its timeout: to destroy it
+        would wait for that.
+        """
+        self._abort_communicator()  # NCCL's own shutdown would wait for members that are not there any more
+        if self._pending is None or self._pending.is_completed():
+            dist.destroy_process_group(self._group)
 
 
-def send_buckets(data: Iterable[torch.Tensor], groups: Mapping[str, WeightGroup]) -> None:
-    """Broadcast every bucket into all groups at the same time.
+def send_buckets(data: Iterable[torch.Tensor], groups: Iterable[WeightGroup]) -> None:
+    """Broadcast every bucket into all groups at the same time, while the next one is filled.
 
-    A group whose engine fails is left out from then on, and the others continue: the engine's own update
-    request reports the failure.
-
-    Raises:
-        WeightSyncError: When every group has failed.
+    `data` may overwrite a bucket when the next but one is requested. A group that fails is left out from then
+    on, and the others continue: the engines' own update requests report the failure.
     """
-    alive = dict(groups)
-    if not groups:
-        return
-    for bucket in data:
+    alive = list(groups)
+    for bucket in data if alive else ():
+        alive = [group for group in alive if _succeeds(group, group.wait)]
+        alive = [group for group in alive if _succeeds(group, partial(group.start_broadcast, bucket))]
         if not alive:
-            raise WeightSyncError(f"every weight-update group failed: {', '.join(groups)}")
-        works = {}
-        for name, group in list(alive.items()):
-            try:
-                works[name] = group.broadcast(bucket)
-            except RuntimeError as e:
-                _leave_out(alive, name, e)
-        for name, work in works.items():
-            try:
-                work.wait()
-            except RuntimeError as e:
-                _leave_out(alive, name, e)
-    if not alive:
-        raise WeightSyncError(f"every weight-update group failed: {', '.join(groups)}")
+            break
+    alive = [group for group in alive if _succeeds(group, group.wait)]
+    for group in alive:
+        _succeeds(group, group.wait_for_receivers)
 
 
-def _leave_out(alive: dict[str, WeightGroup], name: str, error: RuntimeError) -> None:
-    log.warning("sending weights into group %s failed: %s", name, error)
-    del alive[name]
+def _succeeds(group: WeightGroup, act: Callable[[], None]) -> bool:
+    try:
+        act()
+    except (RuntimeError, WeightSyncError) as error:
+        log.warning("sending weights into group %s failed: %s", group.name, error)
+        return False
+    return True

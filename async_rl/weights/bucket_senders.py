@@ -3,17 +3,20 @@
 The engine updater calls a sender once per wave of engines:
 
 ```
+ connect(engines)
  begin_sending(engines) ─► update_for(engine) ──► the engine receives ──► end_receiving(engine)
-                       └─► send_buckets()     ──►       ▲
+                       └─► send_buckets()     ──►       ▲            └──► give_up(engine), if it failed
 ```
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Protocol
 
-from async_rl.engine_protocol import DistributedUpdate, TensorSpec, TensorUpdate, WeightUpdate
+from async_rl.engine_protocol import DistributedUpdate, Engine, TensorUpdate, WeightBucket, WeightUpdate
+from async_rl.errors import EngineError
+from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.engine_groups import EngineGroups
 from async_rl.weights.relay import BucketRelay
@@ -26,8 +29,8 @@ class BucketSender(Protocol):
         """Plan the buckets, which are the same for every version."""
         ...
 
-    def can_reach(self, engine_id: str) -> bool:
-        """Whether an engine can receive: a broadcast to one that cannot would wait for it."""
+    async def connect(self, engines: Sequence[Engine]) -> Mapping[Engine, EngineError]:
+        """Connect engines that are updated together with the trainer; return those that fail, and why."""
         ...
 
     def begin_sending(self, engine_ids: Sequence[str]) -> None:
@@ -42,12 +45,16 @@ class BucketSender(Protocol):
         """
         ...
 
-    async def send_buckets(self) -> None:
-        """Send all buckets to the wave.
+    async def send_buckets(self) -> Collection[Engine]:
+        """Send all buckets to the wave; return engines that were found stopped, so that others do not wait.
 
         Raises:
             EngineError: When no engine received them.
         """
+        ...
+
+    async def give_up(self, engine_id: str) -> Collection[str]:
+        """Give up an engine that failed, and those that cannot receive without it; return these."""
         ...
 
     def end_receiving(self, engine_id: str) -> None:
@@ -63,34 +70,49 @@ class BroadcastSender:
         self._trainer = trainer
         self._groups = groups
         self._bucket_bytes = bucket_bytes
-        self._buckets: tuple[tuple[TensorSpec, ...], ...] = ()
-        self._engine_ids: Sequence[str] = ()
+        self._buckets: tuple[WeightBucket, ...] = ()
+        self._names: list[str] = []
+        """The groups of the wave."""
 
     async def plan_buckets(self) -> None:
         """Implements `BucketSender.plan_buckets`."""
         self._buckets = await self._trainer.plan_buckets(self._bucket_bytes)
+        self._groups.senders = sorted({bucket.sender for bucket in self._buckets})
 
-    def can_reach(self, engine_id: str) -> bool:
-        """Implements `BucketSender.can_reach`."""
-        return engine_id in self._groups
+    async def connect(self, engines: Sequence[Engine]) -> Mapping[Engine, EngineError]:
+        """Implements `BucketSender.connect`."""
+        with waiting("weight groups"):
+            return await self._groups.connect(engines)
 
     def begin_sending(self, engine_ids: Sequence[str]) -> None:
         """Implements `BucketSender.begin_sending`."""
-        self._engine_ids = engine_ids
+        names = {self._groups.find_name(engine_id) for engine_id in engine_ids}
+        self._names = sorted(name for name in names if name is not None)
 
     def update_for(self, engine_id: str, version: int) -> WeightUpdate:
         """Implements `BucketSender.update_for`."""
         return DistributedUpdate(
-            weight_version=version, group_name=self._groups.name_of(engine_id), buckets=self._buckets
+            weight_version=version,
+            group_name=self._groups.name_of(engine_id),
+            buckets=self._buckets,
+            is_concurrent=self._groups.are_concurrent(engine_id),
         )
 
-    async def send_buckets(self) -> None:
+    async def send_buckets(self) -> Collection[Engine]:
         """Implements `BucketSender.send_buckets`."""
-        groups = [self._groups.name_of(engine_id) for engine_id in self._engine_ids]
-        await self._trainer.send_weights(groups, self._bucket_bytes)
+        silent = await self._trainer.send_weights(self._names, self._bucket_bytes)
+        return {self._groups.engine_of(name, rank) for name, ranks in silent.items() for rank in ranks}
+
+    async def give_up(self, engine_id: str) -> Collection[str]:
+        """Implements `BucketSender.give_up`: all engines of a group receive, or none."""
+        peers, name = self._groups.peers_of(engine_id), self._groups.find_name(engine_id)
+        if name is not None:
+            await self._trainer.abort_weight_group(name)
+        self._groups.forget(engine_id)
+        return peers
 
     def end_receiving(self, engine_id: str) -> None:
-        """Implements `BucketSender.end_receiving`. The trainer notices a failed group by itself."""
+        """Implements `BucketSender.end_receiving`. Every sender notices a failed group by itself."""
 
 
 class SharedMemorySender:
@@ -108,9 +130,9 @@ class SharedMemorySender:
         """Implements `BucketSender.plan_buckets`."""
         self._num_buckets = len(await self._trainer.plan_buckets(self._bucket_bytes))
 
-    def can_reach(self, engine_id: str) -> bool:
-        """Implements `BucketSender.can_reach`."""
-        return True
+    async def connect(self, engines: Sequence[Engine]) -> Mapping[Engine, EngineError]:
+        """Implements `BucketSender.connect`."""
+        return {}
 
     def begin_sending(self, engine_ids: Sequence[str]) -> None:
         """Implements `BucketSender.begin_sending`."""
@@ -126,9 +148,14 @@ class SharedMemorySender:
 
         return TensorUpdate(weight_version=version, num_buckets=self._num_buckets, buckets=buckets)
 
-    async def send_buckets(self) -> None:
+    async def send_buckets(self) -> Collection[Engine]:
         """Implements `BucketSender.send_buckets`."""
         await self._relay.fetch_buckets()
+        return ()
+
+    async def give_up(self, engine_id: str) -> Collection[str]:
+        """Implements `BucketSender.give_up`: the others read on."""
+        return ()
 
     def end_receiving(self, engine_id: str) -> None:
         """Implements `BucketSender.end_receiving`."""

@@ -27,6 +27,11 @@ def size_of(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * dtype.itemsize
 
 
+def bytes_of(specs: Iterable[TensorSpec]) -> int:
+    """Return the bytes of some tensors."""
+    return sum(map(size_of, specs))
+
+
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
     """Divide tensors, in order, into buckets of at most `bucket_bytes`; a larger tensor is alone in one.
 
@@ -36,8 +41,8 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[
     buckets: list[tuple[TensorSpec, ...]] = []
     current: list[TensorSpec] = []
     filled = 0
-    for unit in _inseparable(list(specs)):
-        itemsize, size = getattr(torch, unit[0].dtype).itemsize, sum(map(size_of, unit))
+    for unit in inseparable(list(specs)):
+        itemsize, size = getattr(torch, unit[0].dtype).itemsize, bytes_of(unit)
         if current and (filled + size > bucket_bytes or filled % itemsize):
             buckets.append(tuple(current))
             current, filled = [], 0
@@ -55,7 +60,7 @@ Source: sglang/srt/models/deepseek_common/deepseek_weight_loader.py, `cached_a_p
 """
 
 
-def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
+def inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
     """Yield the tensors in order: those from one of a fused pair to the other together, others alone."""
     place = {spec.name: i for i, spec in enumerate(specs)}
     begin = 0
@@ -70,7 +75,7 @@ def _inseparable(specs: list[TensorSpec]) -> Iterator[list[TensorSpec]]:
 
 def largest_of(buckets: Sequence[Sequence[TensorSpec]]) -> int:
     """Return the bytes of the largest bucket."""
-    return max((sum(map(size_of, bucket)) for bucket in buckets), default=0)
+    return max((bytes_of(bucket) for bucket in buckets), default=0)
 
 
 def fill_buckets(

@@ -46,9 +46,11 @@ class WeightRoutes(Protocol):
 
     weight_backend: str
     """`gloo` or `nccl`, for distributed weight updates."""
+    abortable_servers: bool
+    """Whether the servers that the run starts end a broadcast that is aborted."""
 
-    async def open_port(self) -> tuple[str, int]:
-        """Return host and a free port on the trainer's rank 0, where it and an engine can meet."""
+    async def open_port(self, rank: int) -> tuple[str, int]:
+        """Return host and a free port of a trainer rank, where it and an engine can meet."""
         ...
 
     def local_folder(self, engine_id: str) -> HostFolder | None:

@@ -50,7 +50,7 @@ class EngineCatchUp:
             pool: The engines.
             publisher: Knows the current version and its files.
             verifier: Verifies the version that an engine serves.
-            groups: Weight-update groups that engines join before they serve; None for other transports.
+            groups: Weight-update groups, which a restarted engine has left; None for other transports.
             sync_lock: Held while engines are updated to a new version.
             trainer_busy: Held while the trainer's weights are ahead of the current version.
             trainer_restarted: Whether engines may have part of what an earlier trainer sent.
@@ -213,8 +213,7 @@ class EngineCatchUp:
         An engine that was restarted since has lost what it loaded: its restart brings it to the version.
         """
         if self._groups is not None:
-            async with self._groups.opening, self._bounded(engine):
-                await self._groups.open_group(engine)
+            self._groups.forget(engine.engine_id)  # its process may be another one
         if self._pool.snapshot_of(engine.engine_id) == loaded:
             self._pool.serve_engine(engine.engine_id, self._publisher.current_version)
 

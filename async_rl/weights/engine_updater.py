@@ -15,17 +15,20 @@ was cancelled in the middle. The other engines continue.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Final
 
 import msgspec
 
 from async_rl.config import WeightsConfig
-from async_rl.engine_protocol import Engine, WeightUpdate
+from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EnginePool, EngineSnapshot, EngineState
-from async_rl.errors import EngineError, WeightSyncError
-from async_rl.runtime.supervision import Nursery
+from async_rl.errors import EngineError, EngineTimeout, TrainerError, WeightsNotReceived, WeightSyncError
+from async_rl.runtime.supervision import Nursery, finished
 from async_rl.runtime.waits import waiting
 from async_rl.weights.bucket_senders import BucketSender
 from async_rl.weights.checksums import VersionVerifier
@@ -33,6 +36,9 @@ from async_rl.weights.delta_delivery import DeltaDelivery
 from async_rl.weights.publisher import WeightPublisher
 
 log = logging.getLogger(__name__)
+
+_ANSWER_S: Final = 5.0
+"""How long an engine may take to answer once its broadcast was aborted."""
 
 
 class EngineUpdateTimes(msgspec.Struct, frozen=True):
@@ -124,7 +130,9 @@ class EngineUpdater:
             held = await self._interrupt_engine(engine)
             if held is not None:
                 update = self._publisher.update_from(path, version)
-                await self._load_weights(held, lambda: update, version, times)
+                await self._load_weights(
+                    held, partial(engine.update_weights, update, flush=self._flushes), version, times
+                )
 
         async with Nursery() as nursery:
             for engine in engines:
@@ -137,34 +145,102 @@ class EngineUpdater:
         version: int,
         times: list[EngineUpdateTimes],
     ) -> None:
+        reached = await self._connect(sender, engines)  # while they generate
         async with Nursery() as nursery:
             interrupts = [
                 nursery.start_task(f"interrupt {engine.engine_id}", self._interrupt_engine(engine))
-                for engine in engines
+                for engine in reached
             ]
-        # Only now: a broadcast into the group of an engine that cannot receive would wait for it.
-        receiving = [
-            held
-            for interrupt in interrupts
-            if (held := interrupt.result()) is not None
-            and sender.can_reach(held.engine.engine_id)
-            and self._is_held(held)
-        ]
+        # Only now: a broadcast to an engine that cannot receive would wait for it.
+        receiving = [held for interrupt in interrupts if (held := interrupt.result()) is not None]
+        while receiving:
+            reached = await self._connect(sender, [held.engine for held in receiving if self._is_held(held)])
+            receiving = [held for held in receiving if held.engine in reached]
+            receiving = await self._send_once(sender, receiving, version, times)
+
+    async def _connect(self, sender: BucketSender, engines: Sequence[Engine]) -> list[Engine]:
+        """Return the engines that can be sent to; quarantine the others."""
+        failures = await sender.connect(engines)
+        for engine, error in failures.items():
+            self._pool.quarantine_engine(engine.engine_id, error)
+        return [engine for engine in engines if engine not in failures]
+
+    async def _send_once(
+        self,
+        sender: BucketSender,
+        receiving: Sequence[_HeldEngine],
+        version: int,
+        times: list[EngineUpdateTimes],
+    ) -> list[_HeldEngine]:
+        """Send a version to engines; return those that did not receive it because of another one.
+
+        An engine that fails before it has received all is given up. Those that share its broadcasts then have
+        `_ANSWER_S` to say that they have not received them, and all but the one to blame are sent to again.
+        """
         if not receiving:
-            return
+            return []
+        limits: dict[str, asyncio.Timeout] = {}
+        """By engine that receives."""
+        given_up: dict[str, Collection[str]] = {}
+        """By engine that has not received all: those that share its broadcasts."""
+        not_received: dict[str, WeightsNotReceived] = {}
+        """By engine: its own answer, when it gives another one the chance to be to blame."""
         sender.begin_sending([held.engine.engine_id for held in receiving])
+
+        async def receive(held: _HeldEngine) -> None:
+            engine_id = held.engine.engine_id
+            try:
+                async with asyncio.timeout(None) as limits[engine_id]:
+                    await held.engine.update_weights(
+                        sender.update_for(engine_id, version), flush=self._flushes
+                    )
+            except TimeoutError as error:
+                message = f"engine {engine_id} did not end a broadcast that was aborted"
+                raise WeightSyncError(message) from error
+            finally:
+                del limits[engine_id]
+            del given_up[engine_id]
 
         async def load_weights(held: _HeldEngine) -> None:
             engine_id = held.engine.engine_id
+            given_up[engine_id] = ()
             try:
-                await self._load_weights(held, lambda: sender.update_for(engine_id, version), version, times)
+                await self._load_weights(held, partial(receive, held), version, times)
+            except WeightsNotReceived as error:
+                not_received[engine_id] = error
             finally:
                 sender.end_receiving(engine_id)
+            if engine_id in given_up:
+                given_up[engine_id] = peers = await sender.give_up(engine_id)
+                for peer in limits.keys() & peers:
+                    if limits[peer].when() is None:
+                        limits[peer].reschedule(asyncio.get_running_loop().time() + _ANSWER_S)
 
-        async with Nursery() as nursery:
+        try:
+            async with Nursery() as nursery:
+                for held in receiving:
+                    nursery.start_task(f"update {held.engine.engine_id}", load_weights(held))
+                nursery.start_task("send weights", self._send_buckets(sender))
+        except BaseException:  # the trainer may have to write a checkpoint, and must not wait for engines
             for held in receiving:
-                nursery.start_task(f"update {held.engine.engine_id}", load_weights(held))
-            nursery.start_task("send weights", self._send_buckets(sender))
+                with suppress(TrainerError, TimeoutError):
+                    await finished(sender.give_up(held.engine.engine_id), limit_s=_ANSWER_S)
+            raise
+        again = []
+        for held in receiving:
+            engine_id = held.engine.engine_id
+            if (error := not_received.get(engine_id)) is None:
+                continue
+            blamed = [
+                peer
+                for peer in given_up[engine_id]
+                if peer in given_up and (peer not in not_received or not not_received[peer].is_aborted)
+            ]
+            if blamed and (error.is_aborted or any(peer not in not_received for peer in blamed)):
+                again.append(held)
+            else:
+                self._pool.quarantine_engine(engine_id, error)
+        return again
 
     async def _interrupt_engine(self, engine: Engine) -> _HeldEngine | None:
         """Hold and interrupt an engine; None when it failed."""
@@ -187,23 +263,26 @@ class EngineUpdater:
     async def _load_weights(
         self,
         held: _HeldEngine,
-        update: Callable[[], WeightUpdate],
+        load: Callable[[], Awaitable[None]],
         version: int,
         times: list[EngineUpdateTimes],
     ) -> None:
-        """Update an interrupted engine, and let it serve again."""
+        """Update an interrupted engine, and let it serve again.
+
+        Raises:
+            WeightsNotReceived: When another engine may be to blame that this one did not receive them.
+        """
         if not self._is_held(held):
             return
         engine = held.engine
         begin = self._clock()
         async with self._quarantined_on_failure(engine):
-            flush = self._config.interrupt != "in_place"
-            await engine.update_weights(update(), flush=flush)
+            await load()
             transferred = self._clock()
             await self._verifier.verify_version(engine, version, from_files=self._sender is None)
             await engine.resume_generation(self._config.interrupt)
             served = self._is_held(held) and self._pool.serve_engine(
-                engine.engine_id, version, keeps_cache=not flush
+                engine.engine_id, version, keeps_cache=not self._flushes
             )
             if not served:
                 return
@@ -220,11 +299,17 @@ class EngineUpdater:
             )
             times.append(engine_times)
 
+    @property
+    def _flushes(self) -> bool:
+        return self._config.interrupt != "in_place"
+
     async def _send_buckets(self, sender: BucketSender) -> None:
         """Send all buckets. A failure is only logged: each engine that did not receive them reports it."""
         try:
             with waiting("send weights"):
-                await sender.send_buckets()
+                for engine in await sender.send_buckets():
+                    message = f"engine {engine.engine_id} gave no sign of life while it received weights"
+                    self._pool.quarantine_engine(engine.engine_id, EngineTimeout(message))
         except EngineError as error:
             log.warning("sending weights: %s", error)
 
@@ -234,6 +319,8 @@ class EngineUpdater:
         try:
             async with self._pool.bounded_request(engine.engine_id, limit_s):
                 yield
+        except WeightsNotReceived:
+            raise
         except EngineError as error:
             self._pool.quarantine_engine(engine.engine_id, error)
         except TimeoutError:

@@ -109,6 +109,7 @@ class WeightSync:
         the copying of the weights on.
         """
         self._started = asyncio.Event()
+        self._trainer_restarted = generation > 0
         self._verifier = VersionVerifier(
             weights, pool=pool, trainer=trainer, metrics=metrics, adapters=adapters, comparison=comparison
         )
@@ -119,7 +120,7 @@ class WeightSync:
         self._groups: EngineGroups | None = None
         self._sender: BucketSender | None = None
         if weights.transport == "distributed":
-            self._groups = EngineGroups(trainer, routes, self.trainer_busy, tp_size=tp_size)
+            self._groups = EngineGroups(trainer, routes, tp_size=tp_size)
             self._sender = BroadcastSender(trainer, self._groups, weights.bucket_bytes)
         elif weights.transport == "tensor":
             self._sender = SharedMemorySender(trainer, tp_size=tp_size, bucket_bytes=weights.bucket_bytes)
@@ -170,6 +171,8 @@ class WeightSync:
             await self._verifier.expect_version(version)
             if update_engines:
                 await self.catch_up.catch_up_joining_engines()
+                if self._sender is not None:
+                    await self._connect_at_start(self._sender)
         self._started.set()
 
     # -- engines that share their devices with the trainer: `device_sharing` decides when -------------------
@@ -251,9 +254,9 @@ class WeightSync:
         await self.catch_up.catch_up_engine(engine_id)
 
     async def remove_engine(self, engine_id: str) -> None:
-        """Close the weight-update group of an engine that has left for good."""
+        """Use the weight-update groups of an engine no longer that has left for good."""
         if self._groups is not None:
-            await self._groups.close_group(engine_id)
+            self._groups.forget(engine_id)
 
     async def close(self) -> None:
         """Leave the weight-update groups, and remove old files that were still read at the last update."""
@@ -262,6 +265,15 @@ class WeightSync:
         await self._publisher.remove_old_files()
 
     # -- inside -------------------------------------------------------------------------------------------
+
+    async def _connect_at_start(self, sender: BucketSender) -> None:
+        """Connect the engines, so that a network in which they cannot be reached ends the start."""
+        engines = self._pool.engines(EngineState.SERVING)
+        for wave in [[each] for each in engines] if self._config.rolling else [engines]:
+            for engine, error in (await sender.connect(wave)).items():
+                if not self._trainer_restarted:
+                    raise error
+                self._pool.quarantine_engine(engine.engine_id, error)
 
     async def _take_snapshot(self, version: int) -> None:
         with waiting("snapshot", f"version {version}"):

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_rl.engine_protocol import DistributedUpdate, GroupInvite, TensorUpdate
+from async_rl.engine_protocol import DistributedUpdate, GroupInvite, TensorUpdate, WeightBucket
 from async_rl.engines.sglang.server import free_port
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from tests.gpu.models import build, serving
 from tests.support.engine_calls import call
+from trainer.megatron.weight_owners import assign_owners
 from trainer.weights.weight_export import WeightExport
 
 pytestmark = pytest.mark.sglang
@@ -42,11 +43,10 @@ async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, mea
         expected = await call(engine, PROMPT, 32)
     tensors = on_device(new)
     export = WeightExport(
-        lambda: iter(tensors),
-        lambda: iter(tensors),
+        *[lambda: iter(tensors)] * 3,
         0,
         torch.device("cuda"),
-        specs=lambda: [spec_of(*each) for each in tensors],
+        owners=lambda: assign_owners([(0, [spec_of(*each) for each in tensors])], (0,)),
         group_timeout_s=60,
     )
     buckets = export.plan_buckets(BUCKET_BYTES)
@@ -91,14 +91,15 @@ async def test_an_engine_takes_weights_over_nccl(
         async with asyncio.TaskGroup() as group:
             joining = group.create_task(asyncio.to_thread(WeightGroup, invite, 120))
             group.create_task(engine.join_weight_group(invite))
-        update = DistributedUpdate(weight_version=1, group_name="proof", buckets=buckets)
+        update = DistributedUpdate(
+            weight_version=1, group_name="proof", buckets=tuple(WeightBucket(0, each) for each in buckets)
+        )
         buffers = [torch.empty(largest_of(buckets), dtype=torch.uint8, device="cuda") for _ in range(2)]
-        groups = {"proof": joining.result()}
         begin = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.update_weights(update, flush=True))
             filled = fill_buckets(tensors, buckets, buffers)
-            group.create_task(asyncio.to_thread(send_buckets, filled, groups))
+            group.create_task(asyncio.to_thread(send_buckets, filled, [joining.result()]))
         seconds = time.perf_counter() - begin
         found = await call(engine, PROMPT, 32)
         joining.result().close()

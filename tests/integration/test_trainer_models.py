@@ -150,7 +150,7 @@ def test_a_tied_model_leaves_nothing_behind_for_one_that_is_not(folder):
     """The bridge notes ties in tables that all models of a class would share."""
     for name, lm_head in (("tied qwen2", False), ("qwen2", True)):
         with started(trainer_config(folder(name), replay=False)) as worker:
-            names = [spec.name for bucket in worker.plan_buckets(1 << 20) for spec in bucket]
+            names = [spec.name for bucket in worker.plan_buckets(1 << 20) for spec in bucket.tensors]
         assert ("lm_head.weight" in names) == lm_head
         assert len(set(names)) == len(names)
 
@@ -187,7 +187,7 @@ def test_the_bias_stays_float32_when_the_model_is_bfloat16(deepseek, tmp_path):
     with started(trainer_config(deepseek, dtype="bfloat16")) as worker:
         result = worker.train_on(batch_for(deepseek), 1)
         worker.publish(str(tmp_path / "out"), 1)
-        specs = {spec.name: spec.dtype for bucket in worker.plan_buckets(1 << 20) for spec in bucket}
+        specs = {spec.name: spec.dtype for bucket in worker.plan_buckets(1 << 20) for spec in bucket.tensors}
     assert np.isfinite(result.metrics["loss"])
     published = load_file(tmp_path / "out" / "model.safetensors")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -211,7 +211,7 @@ def test_layers_of_multi_token_prediction_stay_as_they_are_when_published(deepse
         assert not any("mtp" in n for chunk in worker.model.chunks for n, _ in chunk.named_parameters())
         worker.train_on(batch_for(path), 1)
         worker.publish(str(tmp_path / "out"), 1)
-        sent = {spec.name for bucket in worker.plan_buckets(1 << 20) for spec in bucket}
+        sent = {spec.name for bucket in worker.plan_buckets(1 << 20) for spec in bucket.tensors}
     published = load_file(tmp_path / "out" / "model.safetensors")
     assert set(published) == set(load_file(path / "model.safetensors")) | set(drafting)
     assert all(torch.equal(published[name], tensor) for name, tensor in drafting.items())

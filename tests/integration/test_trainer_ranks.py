@@ -1,8 +1,10 @@
 """Two and four ranks on Gloo give what one rank gives, in every layout, with routing replayed."""
 
+import asyncio
 import gc
 import math
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -14,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from async_rl.engine_protocol import GroupInvite
+from async_rl.engines.sglang.server import free_port
 from async_rl.errors import AlignmentError, AsyncRLError
 from async_rl.store.frames import read_trajectories
 from async_rl.store.kept_batches import load_batch, load_result
 from async_rl.types import SamplingMask
-from async_rl.weights.buckets import size_of
+from async_rl.weights.buckets import bytes_of, size_of
 from async_rl.weights.weight_folder import WeightFolder
 from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.ranks import run_ranks
@@ -36,7 +40,8 @@ from tests.support.trainers import (
     trial,
     weights,
 )
-from trainer.collectives import raise_on_all_ranks
+from tests.support.weight_receiver import digest_of, receive_weights
+from trainer.collectives import all_gather_bytes, raise_on_all_ranks
 from trainer.megatron import model as megatron_model
 from trainer.megatron.packing import make_targets
 from trainer.megatron.replay import TopKRouter, local_rows
@@ -249,6 +254,7 @@ class _Look:
         if self.name in RESUMED:
             worker.save_checkpoint(f"{self.out}/checkpoints {self.name}", {})
             self.trained = seen["r3"]["weights"]
+            seen["sent"] = self.sending(worker)
         worker.close()
         return seen
 
@@ -349,7 +355,7 @@ class _Look:
                 worker.train_on(broken, 3)
             except AlignmentError as e:
                 refusal = str(e)
-        worker.weights.tensor_specs()  # names and owners are exchanged once
+        worker.weights.owners()  # names and owners are exchanged once
         with mock.patch.object(c10d, "_object_to_tensor", wraps=c10d._object_to_tensor) as pickles:
             worker.publish(f"{self.out}/hf {self.name}", 2)
             self.write_delta(worker)
@@ -363,6 +369,40 @@ class _Look:
         worker.close()
         seen = {"step": self.state.step, "same": same, "refusal": refusal, "pickles": pickles.call_count}
         return seen | sent
+
+    def sending(self, worker):
+        """Both ranks broadcast to an engine: the bytes of each, what they should be, and what is received.
+
+        A bucket has a few tensors: a rank that sends waits for the other one's, and that one for its shards.
+        """
+        sending = msgspec.structs.replace(worker.config.weights, transport="distributed", senders=2)
+        worker.config = msgspec.structs.replace(worker.config, weights=sending)
+        worker.model.bridge._owners = None  # of one sender
+        plan = worker.plan_buckets(BUCKET_BYTES)
+        ports = all_gather_bytes(str(free_port("127.0.0.1")).encode())
+        invites = [
+            GroupInvite(
+                group_name=f"test {self.name}",
+                sender=sender,
+                backend="gloo",
+                host="127.0.0.1",
+                port=int(port),
+                world_size=2,
+                rank_offset=1,
+            )
+            for sender, port in enumerate(ports)
+        ]
+        with ThreadPoolExecutor(1) as pool:
+            received = pool.submit(asyncio.run, receive_weights(invites, plan)) if self.rank == 0 else None
+            for invite in invites:
+                worker.open_weight_group(invite)
+            worker.send_weights([invites[0].group_name], BUCKET_BYTES)
+            worker.close_weight_group(invites[0].group_name)
+        return {
+            "bytes": [sum(bytes_of(each.tensors) for each in plan if each.sender == rank) for rank in (0, 1)],
+            "digest": digest_of(plan, dict(self.trained)),
+            "received": received and received.result(),
+        }
 
     def write_delta(self, worker):
         """Write the delta to version 3, which has the opposite of all weights."""
@@ -384,7 +424,7 @@ class _Look:
             counts.add(len(worker.share_bucket(number, BUCKET_BYTES, 2)))
             if self.rank == 0:
                 buffer, end = worker.weights.shared_buffers[number % 2], 0
-                for spec in bucket:
+                for spec in bucket.tensors:
                     begin, end = end, end + size_of(spec)
                     data = buffer[begin:end].view(getattr(torch, spec.dtype))
                     found[spec.name] = data.view(spec.shape).clone()
@@ -592,6 +632,13 @@ def test_weights_come_back_and_are_published_once_when_two_ranks_resume(one, sev
     folder.copy_version(str(one["out"] / f"hf {layout}"), 2)
     changed = stored_weights(Path(folder.apply_delta(str(one["out"] / f"delta {layout}"))))
     assert not differing(changed, {name: -tensor for name, tensor in published.items()})
+
+
+@of_layouts(RESUMED)
+def test_both_ranks_send_what_they_own_when_both_are_senders(several, layout):
+    sent = several[layout][0]["sent"]
+    assert sent["received"] == sent["digest"]
+    assert max(sent["bytes"]) < (2 if "pipeline" in layout else 1.1) * min(sent["bytes"])
 
 
 @pytest.mark.case(36)

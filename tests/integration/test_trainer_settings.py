@@ -4,6 +4,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,20 @@ def test_the_parallel_groups_have_the_sizes_of_the_layout(one_layer, monkeypatch
     assert sizes["context_parallel_size"] == 3
     assert sizes["expert_model_parallel_size"] == 2
     assert sizes["expert_tensor_parallel_size"] == 3
+
+
+def test_as_many_ranks_send_as_the_config_says(one_layer):
+    def owners(chunks: list[Any]) -> None:
+        raise SetupEnded
+
+    for senders in (None, 3):
+        weights = {"transport": "distributed", "senders": senders}
+        worker = TrainerWorker(trainer_config(one_layer) | {"weights": weights}, 0, 1, "")
+        bridge = SimpleNamespace(num_senders=1, owners=owners)
+        worker._model = SimpleNamespace(bridge=bridge, chunks=[])
+        with pytest.raises(SetupEnded):
+            worker._checked_owners()
+        assert bridge.num_senders == senders
 
 
 def test_a_snapshot_is_kept_where_the_config_says(one_layer, monkeypatch):

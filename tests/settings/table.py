@@ -87,6 +87,7 @@ EFFECTS: Final[dict[str, str]] = {
     "queue.spool_dir": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.spool_dir-disk]",
     "queue.journal_dir": "tests/unit/test_recovered_state.py::test_an_incarnation_is_bounded_as_the_config_says[queue.journal_dir-fast]",
     "weights.snapshot": "tests/integration/test_trainer_settings.py::test_a_snapshot_is_kept_where_the_config_says",
+    "weights.senders": "tests/integration/test_trainer_settings.py::test_as_many_ranks_send_as_the_config_says",
     "weights.bucket_bytes": "tests/unit/test_weight_sync.py::test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory_is_shared",
     "weights.local_dir": "tests/unit/test_placements.py::test_an_engines_copy_of_the_weights_is_where_the_config_says",
     "trainer.worker": "tests/unit/test_cli.py::test_one_sentence_and_exit_code_2_when_the_config_cannot_work[trainer.worker=no_such_package.worker:Worker-no_such_package]",

@@ -81,7 +81,8 @@ def new_client(
     config, needs = config or SGLangEngines(), needs or ServerNeeds()
     asked = {name: changes.pop(name) for name in needs.__struct_fields__ if name in changes}
     given = {name: changes.pop(name) for name in config.__struct_fields__ if name in changes}
-    return client("engine-0", url, known, replace(config, **given), replace(needs, **asked), **changes)
+    name = changes.pop("engine_id", "engine-0")
+    return client(name, url, known, replace(config, **given), replace(needs, **asked), **changes)
 
 
 class FakeSGLang:

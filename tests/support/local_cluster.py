@@ -124,6 +124,7 @@ class LocalCluster:
     """Implements `async_rl.run.cluster.Cluster` in this process."""
 
     weight_backend = "gloo"
+    abortable_servers = True
     node = ""
     other_nodes = staticmethod(tuple)
     open_frame_reader = staticmethod(no_other_nodes)
@@ -186,5 +187,5 @@ class LocalCluster:
 
     def local_folder(self, engine_id: str) -> None: ...
 
-    async def open_port(self) -> tuple[str, int]:
+    async def open_port(self, rank: int) -> tuple[str, int]:
         return "127.0.0.1", 0

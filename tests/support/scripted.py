@@ -17,9 +17,11 @@ from async_rl.engine_protocol import (
     RoutingPayload,
     TensorSpec,
     TensorUpdate,
+    WeightBucket,
     WeightUpdate,
+    group_of,
 )
-from async_rl.errors import WeightSyncError
+from async_rl.errors import EngineError, WeightSyncError
 from async_rl.types import RoutingTrace, VersionSpan
 from async_rl.weights.checksums import CANARY_SUFFIX
 
@@ -111,12 +113,15 @@ class ScriptedEngine:
 
     async def join_weight_group(self, invite: GroupInvite) -> None:
         self._step("join")
-        if invite.group_name in self.groups:
-            raise WeightSyncError(f"{self.engine_id} is already in a group {invite.group_name}")
-        self.groups.add(invite.group_name)
+        name = group_of(invite.group_name, invite.sender)
+        if name in self.groups:
+            raise WeightSyncError(f"{self.engine_id} is already in a group {name}")
+        self.groups.add(name)
 
     async def leave_weight_group(self, group_name: str) -> None:
         self._step("leave")
+        if group_name not in self.groups:
+            raise EngineError(f"{self.engine_id} is in no group {group_name}")
         self.groups.remove(group_name)
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
@@ -159,7 +164,8 @@ class RecordingTrainer:
         async def call(*arguments: Any) -> Any:
             self.calls.append((name, arguments))
             if name == "plan_buckets":
-                return tuple((TensorSpec(name=name, dtype="float32", shape=(2,)),) for name in ("w", "v"))
+                tensors = (TensorSpec(name=name, dtype="float32", shape=(2,)) for name in ("w", "v"))
+                return tuple(WeightBucket(sender, (each,)) for sender, each in enumerate(tensors))
             if name == "checksums":
                 published = [arguments[1] for name, arguments in self.calls if name == "publish"]
                 return {
@@ -167,6 +173,8 @@ class RecordingTrainer:
                         self.checksum_seed if self.checksum_seed is not None else max(published, default=0)
                     )
                 }
+            if name == "send_weights":
+                return {}
             if name == "share_bucket":
                 number, _, copies = arguments
                 return [f"{number}.{copy}".encode() for copy in range(copies)]

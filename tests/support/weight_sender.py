@@ -15,6 +15,7 @@ from async_rl.engines.sglang.server import free_port
 from async_rl.weights.buckets import spec_of
 from async_rl.weights.weight_folder import WeightFolder
 from tests.support.sglang_world import SGLangWorld, in_trainer_order
+from trainer.megatron.weight_owners import assign_owners
 from trainer.weights.weight_export import WeightExport
 
 BUCKET_BYTES = 64 << 10
@@ -28,11 +29,10 @@ class WeightSender:
         self._before, after = world.weights
         self.tensors = in_trainer_order(load_file(after / "model.safetensors"))
         self.export = WeightExport(
-            lambda: iter(self.tensors.items()),
-            lambda: iter(self.tensors.items()),
+            *[lambda: iter(self.tensors.items())] * 3,
             0,
             torch.device("cpu"),
-            specs=lambda: [spec_of(*each) for each in self.tensors.items()],
+            owners=lambda: assign_owners([(0, [spec_of(*each) for each in self.tensors.items()])], (0,)),
             group_timeout_s=30.0,
         )
         self.plan = self.export.plan_buckets(BUCKET_BYTES)
@@ -56,7 +56,7 @@ class WeightSender:
             engine.update_weights(update, flush=True),
         )
         await asyncio.gather(
-            asyncio.to_thread(self.export.close_group, "test"), engine.leave_weight_group("test")
+            asyncio.to_thread(self.export.close_group, "test"), engine.leave_weight_group("test-0")
         )
 
     async def share(

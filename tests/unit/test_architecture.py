@@ -36,9 +36,11 @@ LAYERS = (
 ONLY_IN = {
     "torch": (
         "trainer/",
+        "async_rl/engines/group_liveness.py",
         "async_rl/weights/broadcast.py",
         "async_rl/weights/buckets.py",
         "async_rl/weights/shared_memory.py",
+        "async_rl/engines/sglang/abortable_groups.py",
         "async_rl/engines/sglang/cpu_launcher.py",
         "async_rl/engines/sglang/narrow_launcher.py",
     ),
@@ -47,6 +49,7 @@ ONLY_IN = {
     "ray": ("async_rl/placement/",),
     # Programs of their own, inside the server's process.
     "sglang": (
+        "async_rl/engines/sglang/abortable_groups.py",
         "async_rl/engines/sglang/aborted_rows.py",
         "async_rl/engines/sglang/cpu_launcher.py",
         "async_rl/engines/sglang/memory_gate.py",

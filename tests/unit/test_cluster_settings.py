@@ -240,7 +240,7 @@ async def test_an_engine_gets_a_port_during_a_step_when_weights_are_sent_beside_
     async def open_port(*overrides: str) -> Awaitable[tuple[str, int]]:
         cluster = cluster_of(tmp_path, "weights.transport=distributed", "weights.timeout_s=70", *overrides)
         await ends_after(cluster.start_trainer())  # whose ranks do not join
-        return cluster.open_port()
+        return cluster.open_port(0)
 
     assert await (await open_port("weights.overlap=true")) == ("weights", 15000)
     assert await ends_after(await open_port(), TrainerError) == 70

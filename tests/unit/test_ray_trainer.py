@@ -24,10 +24,11 @@ from ray.exceptions import (
 )
 
 from async_rl.config import parse_config
-from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError, WeightSyncError
+from async_rl.errors import CorruptFrame, NodeUnreachable, TrainerError
 from async_rl.placement import frame_readers
 from async_rl.placement.frame_readers import SharedFrames, map_frame
 from async_rl.placement.ray_trainer import CallFrameReader, RayTrainer
+from async_rl.runtime.supervision import Nursery
 from async_rl.store.frames import read_columns
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.stored_batches import taken_batch
@@ -46,11 +47,33 @@ CONFIG = parse_config(
 )
 
 
-async def test_an_update_without_a_receiver_is_an_error_that_the_update_handles() -> None:
-    error = WeightSyncError("every weight-update group failed: weights-engine-0-1-2")
-    trainer = trainer_of([failing_actor(RayTaskError("call_worker", "Traceback", error))])
-    with pytest.raises(WeightSyncError, match="every weight-update group failed"):
-        await trainer.send_weights(["weights-engine-0-1-2"], 1 << 20)
+class SendingActor:
+    """Sends until it is told to stop, which another thread has to tell it."""
+
+    def __init__(self, silent: dict[str, list[int]]) -> None:
+        self.silent, self.stopped, self.group = silent, asyncio.Event(), ""
+        self.call_worker = self
+
+    def options(self, concurrency_group: str) -> Any:
+        self.group = concurrency_group
+        return self
+
+    async def remote(self, method: str, *arguments: Any) -> Any:
+        if method == "abort_weight_group":
+            assert (self.group, arguments) == ("aborts", ("g",))
+            return self.stopped.set()
+        await self.stopped.wait()
+        return self.silent
+
+
+async def test_ranks_that_send_are_told_to_stop_and_all_say_which_engines_are_silent() -> None:
+    trainer = trainer_of([SendingActor({}), SendingActor({"g-1": [2, 1]}), SendingActor({"g-2": [2]})])
+    async with Nursery() as nursery:
+        sending = nursery.start_task("send", trainer.send_weights(["g", "h"], 1 << 20))
+        await asyncio.sleep(0.1)
+        assert not sending.done()
+        await trainer.abort_weight_group("g")
+    assert sending.result() == {"g-1": [2, 1], "g-2": [2]}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from async_rl.engine_protocol import (
     RoutingPayload,
     SamplingParams,
     TensorSpec,
+    WeightBucket,
 )
 from async_rl.engines.sglang import client, http_client
 from async_rl.engines.sglang.aborted_rows import OMIT_ABORTED_ROWS
@@ -712,7 +713,8 @@ async def test_an_update_fails_and_ends_when_the_server_refuses_it(
 def distributed() -> DistributedUpdate:
     first = TensorSpec(name="a", dtype="float32", shape=(2, 3))
     second = TensorSpec(name="b", dtype="bfloat16", shape=(4,))
-    return DistributedUpdate(weight_version=5, group_name="g", buckets=((first,), (second,)))
+    buckets = (WeightBucket(0, (first,)), WeightBucket(2, (second,)))
+    return DistributedUpdate(weight_version=5, group_name="g", buckets=buckets)
 
 
 async def test_only_the_last_bucket_flushes_and_counts_when_weights_are_broadcast(server: FakeSGLang) -> None:
@@ -720,8 +722,20 @@ async def test_only_the_last_bucket_flushes_and_counts_when_weights_are_broadcas
     async with server.client() as engine:
         await engine.update_weights(distributed(), flush=True)
     first, second = server.requests("update_weights_from_distributed")
-    open_ = {"names": ["a"], "shapes": [[2, 3]], "flush_cache": False, "weight_version": None}
-    last = {"names": ["b"], "dtypes": ["bfloat16"], "flush_cache": True, "weight_version": "5"}
+    open_ = {
+        "names": ["a"],
+        "shapes": [[2, 3]],
+        "flush_cache": False,
+        "weight_version": None,
+        "group_name": "g-0",
+    }
+    last = {
+        "names": ["b"],
+        "group_name": "g-2",
+        "dtypes": ["bfloat16"],
+        "flush_cache": True,
+        "weight_version": "5",
+    }
     assert open_.items() <= first.items()
     assert last.items() <= second.items()
     order = [name for name, _ in server.asked if "weight" in name]

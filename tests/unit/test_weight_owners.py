@@ -38,7 +38,7 @@ def test_each_tensor_has_one_owner_that_holds_it_and_owners_share_evenly(
 ) -> None:
     stages, expert_ranks, replicas = layout
     held = held_by(stages, expert_ranks, replicas)
-    owners = assign_owners(held)
+    owners = assign_owners(held, (0,) * len(held))
     assert len({each.name for each in owners.specs}) == len(owners.specs) == 1 + LAYERS * (2 + EXPERTS)
     for name, rank in owners.rank_of.items():
         assert name in {each.name for each in held[rank][1]}
@@ -59,6 +59,36 @@ def stages_of(owners: WeightOwners, held: Sequence[tuple[int, object]]) -> dict[
 
 def test_the_order_follows_the_steps_of_each_stage() -> None:
     """Ranks that gather together have gathered a tensor before another one of theirs is awaited."""
-    owners = assign_owners(held_by(2, 2, 1))
+    owners = assign_owners(held_by(2, 2, 1), (0,) * 4)
     places = [owners.place_of[each.name] for each in owners.specs]
-    assert places == sorted(places)
+    assert places == sorted(places, key=lambda place: place[::-1])
+
+
+@pytest.mark.parametrize("senders", [(0,) * 16, tuple(range(16)), tuple(rank // 4 * 4 for rank in range(16))])
+def test_engines_take_buckets_in_the_order_in_which_ranks_complete_them(senders: tuple[int, ...]) -> None:
+    """A rank that waits with a bucket has done its part in all that come before it."""
+    owners = assign_owners(held_by(2, 4, 2), senders)
+    plan = owners.plan_buckets(8000)
+    assert len(plan) > len(set(senders))
+    place = {each.name: index for index, each in enumerate(owners.specs)}
+    assert sorted(each.name for bucket in plan for each in bucket.tensors) == sorted(place)
+    ends = [place[bucket.tensors[-1].name] for bucket in plan]
+    assert ends == sorted(ends)
+    for bucket in plan:
+        assert {senders[owners.rank_of[each.name]] for each in bucket.tensors} == {bucket.sender}
+
+
+def test_tensors_that_engines_need_together_have_one_owner() -> None:
+    """Of two senders, an engine would drop both."""
+    names = [f"model.layers.{layer}.self_attn" for layer in range(5)]
+    kinds = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa")
+    held = [spec(f"{name}.{kind}.weight", 10) for name in names for kind in kinds]
+    other = [spec(each.name.replace("layers.", "layers.1"), 10) for each in held]
+    for stages in ([(0, held)] * 3, [(0, held), (1, other), (0, held)]):
+        for senders in ((0, 0, 0), (0, 1, 2)):
+            owners = assign_owners(stages, senders)
+            for name in names:
+                assert len({owners.rank_of[f"{name}.{kind}.weight"] for kind in kinds}) == 1
+            assert len(set(owners.rank_of.values())) == 3
+            for bucket in owners.plan_buckets(1):
+                assert [each.name.split(".")[4] for each in bucket.tensors] == list(kinds)

@@ -10,7 +10,7 @@ import pytest
 from async_rl.config import Config, LoraConfig, SGLangEngines, WeightsConfig
 from async_rl.engine_protocol import Engine, EngineHealth, GroupInvite, InterruptMode
 from async_rl.engines.pool import EnginePool, EngineState
-from async_rl.errors import EngineError, TrainerError, WeightSyncError
+from async_rl.errors import EngineError, TrainerError, WeightsNotReceived, WeightSyncError
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.trainer_protocol import Trainer
@@ -21,7 +21,7 @@ from async_rl.weights.weight_sync import WeightSync
 from tests.support.scripted import RecordingTrainer, ScriptedEngine
 
 
-async def a_port() -> tuple[str, int]:
+async def a_port(rank: int) -> tuple[str, int]:
     return "127.0.0.1", 1
 
 
@@ -58,7 +58,7 @@ class Bench:
         tp_size: int = 1,
         generation: int = 0,
         adapters: bool = False,
-        open_port: Callable[[], Awaitable[tuple[str, int]]] | None = None,
+        open_port: Callable[[int], Awaitable[tuple[str, int]]] | None = None,
         **changes: Any,
     ) -> None:
         self.pool = EnginePool(Metrics(), lambda: 0.0)
@@ -74,7 +74,10 @@ class Bench:
             adapters=LoraConfig() if adapters else None,
         )
         routes = SimpleNamespace(
-            weight_backend="gloo", open_port=open_port or a_port, local_folder=self.folders.get
+            weight_backend="gloo",
+            abortable_servers=True,
+            open_port=open_port or a_port,
+            local_folder=self.folders.get,
         )
         self.sync = WeightSync(
             cast(Config, config),
@@ -170,27 +173,208 @@ async def test_old_versions_leave_the_disk_when_newer_ones_are_published(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["version_3", "version_4"]
 
 
-async def test_weights_are_broadcast_into_each_engines_own_group_until_it_leaves(tmp_path):
-    bench = await started(tmp_path, transport="distributed")
+async def distributed(tmp_path: Path, engines: int = 3, external: int = 0, **changes: Any) -> Bench:
+    """Engines that the run started, but for the last ones; all have taken version 1."""
+    bench = Bench(tmp_path, engines=engines, transport="distributed", **changes)
+    bench.folders |= {f"engine-{index}": ScriptedFolder() for index in range(engines - external)}
+    await bench.sync.start_from_version(0, Path("/model"))
+    await bench.sync.update_engines(1)
+    return bench
 
-    def closed_groups() -> list[str]:
+
+def groups_of(bench: Bench) -> list[str]:
+    return [engine.updates[-1].group_name for engine in bench.engines]
+
+
+async def test_engines_of_the_run_share_a_group_with_each_sender_and_others_have_their_own(tmp_path):
+    bench = await distributed(tmp_path, engines=4, external=2)
+    first, second, third, fourth = groups_of(bench)
+    assert first == second
+    assert len({first, third, fourth}) == 3
+    assert bench.engines[0].groups == {f"{first}-0", f"{first}-1"}
+    calls = bench.trainer.calls
+    invites = [arguments[0] for name, arguments in calls if name == "open_weight_group"]
+    assert sorted((invite.sender, invite.world_size) for invite in invites) == [
+        *[(0, 2), (0, 2), (0, 3), (1, 2), (1, 2), (1, 3)]
+    ]
+    sent = [arguments[0] for name, arguments in calls if name == "send_weights"]
+    assert sent == [sorted({first, third, fourth})]
+
+
+async def test_groups_stay_until_their_members_change_and_are_left_on_both_sides(tmp_path):
+    bench = await distributed(tmp_path)
+
+    def closed() -> list[str]:
         return [arguments[0] for name, arguments in bench.trainer.calls if name == "close_weight_group"]
 
-    await bench.sync.update_engines(1)
-    updates = [engine.updates[-1] for engine in bench.engines]
-    groups = {update.group_name for update in updates}
-    assert len(groups) == 2
-    sent = [arguments for name, arguments in bench.trainer.calls if name == "send_weights"]
-    assert set(sent[0][0]) == groups
-    assert updates[0].buckets[0][0].name == "w"
+    (before,) = set(groups_of(bench))
+    await bench.sync.update_engines(2)
+    assert set(groups_of(bench)) == {before}
     bench.pool.remove_engine("engine-0")
     await bench.sync.remove_engine("engine-0")
-    assert [name.rpartition("-")[0] for name in closed_groups()] == ["weights-engine-0"]
-    await bench.sync.update_engines(2)
-    assert bench.serving() == {"engine-1": 2}
+    assert closed() == []  # the trainer may be in a step
+    await bench.sync.update_engines(3)
+    assert bench.serving() == {"engine-1": 3, "engine-2": 3}
+    after = bench.engines[1].updates[-1].group_name
+    assert closed() == [before] != [after]
+    assert bench.engines[1].groups == {f"{after}-0", f"{after}-1"}
     await bench.sync.close()
-    assert set(closed_groups()) == groups
+    assert closed() == [before, after]
     assert not bench.engines[1].groups
+
+
+async def test_a_restarted_engine_is_in_no_group_until_the_next_update(tmp_path):
+    bench = await distributed(tmp_path)
+    (before,) = set(groups_of(bench))
+    bench.pool.quarantine_engine("engine-0", EngineError("it has ended"))
+    bench.engines[0].groups.clear()
+    bench.pool.rejoin_engine("engine-0")
+    await bench.sync.catch_up_engine("engine-0")
+    await bench.sync.update_engines(2)
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2, "engine-2": 2}
+    (after,) = set(groups_of(bench))
+    assert after != before
+
+
+def aborting(bench: Bench) -> asyncio.Event:
+    """What the driver sets when it lets the trainer abort the group."""
+    aborted = asyncio.Event()
+
+    async def abort(name: str) -> None:
+        aborted.set()
+
+    bench.trainer.abort_weight_group = abort
+    return aborted
+
+
+def once(engine: ScriptedEngine, act: Callable[[], Awaitable[None]]) -> None:
+    """Let something happen instead of an engine's next update."""
+    update_weights = engine.update_weights
+
+    async def replaced(update: Any, *, flush: bool) -> None:
+        engine.update_weights = update_weights
+        await act()
+
+    engine.update_weights = replaced
+
+
+def raising(error: Exception, after: asyncio.Event | None = None) -> Callable[[], Awaitable[None]]:
+    async def act() -> None:
+        if after is not None:
+            await after.wait()
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize("notices", ["by itself", "by the abort"])
+@pytest.mark.parametrize("failure", ["dies", "is silent", "does not answer"])
+async def test_engines_take_a_version_in_another_group_when_one_of_theirs_fails(tmp_path, failure, notices):
+    """All that wait for it return when the broadcast is aborted; one may notice before."""
+    bench = await distributed(tmp_path)
+    (before,) = set(groups_of(bench))
+    aborted = aborting(bench)
+    first, second, third = bench.engines
+    if failure == "dies":
+        once(first, raising(EngineError("connection reset")))
+    else:
+        Stopper(first, "update_weights")
+    if failure == "is silent":
+        send_weights = bench.trainer.send_weights
+
+        async def find_silent(names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+            bench.trainer.send_weights = send_weights
+            return {f"{before}-0": [1]}
+
+        bench.trainer.send_weights = find_silent
+    if notices == "by itself" or failure == "does not answer":
+        once(second, raising(WeightsNotReceived("engine-1: connection closed by peer")))
+    else:
+        once(second, raising(WeightsNotReceived("engine-1: aborted: no sign of life"), aborted))
+    if failure == "is silent" and notices == "by the abort":
+        aborted.set()  # the sender has found it by itself
+    once(third, raising(WeightsNotReceived("engine-2: aborted: by the driver"), aborted))
+    await bench.sync.update_engines(2)
+    assert aborted.is_set()
+    assert bench.serving() == {"engine-1": 2, "engine-2": 2}
+    assert bench.pool.version_of("engine-0") == 1
+    assert second.updates[-1].group_name == third.updates[-1].group_name != before
+
+
+async def test_an_engine_that_alone_does_not_receive_is_quarantined(tmp_path):
+    bench = await distributed(tmp_path)
+    aborted = aborting(bench)
+    once(bench.engines[0], raising(WeightsNotReceived("engine-0: no route")))
+    for engine in bench.engines[1:]:
+        once(engine, raising(WeightsNotReceived("aborted: by the driver"), aborted))
+    await bench.sync.update_engines(2)
+    assert bench.serving() == {"engine-1": 2, "engine-2": 2}
+
+
+async def test_all_are_quarantined_when_the_sender_alone_fails(tmp_path):
+    bench = await distributed(tmp_path)
+    aborting(bench)
+    for engine in bench.engines:
+        once(engine, raising(WeightsNotReceived("aborted: the sender has closed the group")))
+    await bench.sync.update_engines(2)
+    assert bench.serving() == {}
+
+
+async def test_a_failure_does_not_reach_an_engine_with_a_group_of_its_own(tmp_path):
+    bench = await distributed(tmp_path, external=1)
+    aborted = aborting(bench)
+    once(bench.engines[2], raising(EngineError("connection reset")))
+    await bench.sync.update_engines(2)
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+    assert aborted.is_set()  # the senders do not wait for it
+    assert len(bench.engines[0].updates) == 2
+
+
+async def test_another_port_is_tried_when_one_is_taken_before_the_sender_listens(tmp_path):
+    bench = await distributed(tmp_path)
+    bench.sync.catch_up._groups.forget("engine-1")  # as after a restart of it
+    opened = bench.trainer.open_weight_group
+
+    async def open_once(invite: GroupInvite) -> None:
+        bench.trainer.open_weight_group = opened
+        raise WeightSyncError("address already in use")
+
+    bench.trainer.open_weight_group = open_once
+    await bench.sync.update_engines(2)
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2, "engine-2": 2}
+    assert len(bench.engines[0].groups) == 2
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_group_is_opened_without_an_engine_that_does_not_join(tmp_path, answers):
+    bench = await distributed(tmp_path)
+    bench.sync.catch_up._groups.forget("engine-1")  # as after a restart of it
+    given_up = asyncio.Event()
+    opened = bench.trainer.open_weight_group
+    first, _, third = bench.engines
+    joins = third.join_weight_group
+
+    async def open_once(invite: GroupInvite) -> None:
+        bench.trainer.open_weight_group = opened
+        await asyncio.sleep(20.0)
+        given_up.set()
+        raise WeightSyncError("2 of 3 engines joined")
+
+    async def fail_with_it(invite: GroupInvite) -> None:
+        third.join_weight_group = joins
+        await given_up.wait()
+        raise EngineError("the store is gone")
+
+    bench.trainer.open_weight_group = open_once
+    third.join_weight_group = fail_with_it
+    if answers:
+        first.fail_in, first.error = "join", EngineError("no such endpoint")
+    else:
+        Stopper(first, "join_weight_group")
+    await bench.sync.update_engines(2)
+    assert bench.serving() == {"engine-1": 2, "engine-2": 2}
+    why = "no such endpoint" if answers else "2 of 3 engines joined"
+    assert why in str(bench.pool.error_of("engine-0"))
 
 
 @pytest.mark.parametrize(
@@ -235,24 +419,24 @@ async def test_a_run_ends_although_an_engine_does_not_leave_its_group(tmp_path):
     assert sum(name == "close_weight_group" for name, _ in bench.trainer.calls) == 2
 
 
-async def test_groups_are_opened_one_after_the_other_each_within_the_limit_of_its_engine(tmp_path):
+async def test_senders_open_their_groups_one_after_the_other(tmp_path):
     """A port is free until someone listens on it: none is asked for before the last one is in use."""
     ports: list[int] = []
 
-    async def next_port() -> tuple[str, int]:
-        ports.append(len(ports))
-        return "127.0.0.1", ports[-1]
+    async def next_port(rank: int) -> tuple[str, int]:
+        ports.append(rank)
+        return "127.0.0.1", rank
 
-    bench = Bench(tmp_path, engines=4, transport="distributed", timeout_s=300.0, open_port=next_port)
+    bench = Bench(tmp_path, engines=2, transport="distributed", open_port=next_port)
 
     async def open_slowly(invite: GroupInvite) -> None:
-        assert invite.port == ports[-1]
-        await asyncio.sleep(200.0)
+        assert invite.port == invite.sender == ports[-1]
+        await asyncio.sleep(1.0)
         assert invite.port == ports[-1]
 
     bench.trainer.open_weight_group = open_slowly
     await bench.start()
-    assert bench.serving() == {f"engine-{index}": 0 for index in range(4)}
+    assert ports == [0, 1, 0, 1]
 
 
 async def test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory_is_shared(tmp_path):
@@ -335,6 +519,10 @@ async def test_no_engine_serves_an_unknown_version_when_an_update_is_cancelled(t
         assert not served or (standing.weight_version == engine.weight_version == 1)
     assert bench.pool.snapshot_of("engine-0").state is EngineState.QUARANTINED
     assert "was cut short" in str(bench.pool.error_of("engine-0"))
+    # The trainer, which may have to write a checkpoint, waits for no engine.
+    aborts = [arguments for name, arguments in bench.trainer.calls if name == "abort_weight_group"]
+    sends = transport == "distributed" and step == "update_weights"
+    assert bool(aborts) or not sends
 
 
 async def test_an_update_ends_early_when_its_engine_is_found_dead(tmp_path):

@@ -23,6 +23,7 @@ from async_rl.weights.broadcast import WeightGroup, open_store, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, size_of, spec_of
 from async_rl.weights.relay import BUFFERS, BucketRelay
 from async_rl.weights.shared_memory import shared_buffer
+from trainer.megatron.weight_owners import assign_owners
 from trainer.weights.snapshot import WeightSnapshot
 from trainer.weights.weight_export import WeightExport
 
@@ -31,22 +32,29 @@ def specs(*shapes: tuple[int, ...], dtype: str = "float32") -> list[TensorSpec]:
     return [TensorSpec(name=f"t{i}", dtype=dtype, shape=shape) for i, shape in enumerate(shapes)]
 
 
-class FakeWork:
-    def __init__(self, fails: bool) -> None:
-        self.fails = fails
+class FakeGroup:
+    """Records what is sent, and that no bucket is overwritten while it is."""
+
+    def __init__(self, name: str = "", fails_at: int = 10**9) -> None:
+        self.name, self.fails_at, self.sent = name, fails_at, []
+        self.sending: torch.Tensor | None = None
+        self.has_waited = False
+
+    def start_broadcast(self, data: torch.Tensor) -> None:
+        assert self.sending is None
+        self.sending = data
 
     def wait(self) -> None:
-        if self.fails:
+        if self.sending is None:
+            return
+        self.sent.append(self.sending.clone())
+        self.sending = None
+        if len(self.sent) > self.fails_at:
             raise RuntimeError("connection reset by peer")
 
-
-class FakeGroup:
-    def __init__(self, fails_at: int = 10**9) -> None:
-        self.fails_at, self.sent = fails_at, []
-
-    def broadcast(self, data: torch.Tensor) -> FakeWork:
-        self.sent.append(data.clone())
-        return FakeWork(len(self.sent) > self.fails_at)
+    def wait_for_receivers(self) -> None:
+        assert self.sending is None
+        self.has_waited = True
 
 
 def test_buckets_keep_order_and_size_when_planned():
@@ -88,15 +96,24 @@ def test_filling_refuses_when_a_tensor_is_not_the_planned_one(exported, found):
 
 
 def test_other_groups_get_everything_when_one_fails():
-    good, bad = FakeGroup(), FakeGroup(fails_at=1)
-    send_buckets([torch.full((2,), i, dtype=torch.uint8) for i in range(4)], {"good": good, "bad": bad})
-    assert [int(sent[0]) for sent in good.sent] == [0, 1, 2, 3]
+    good, bad = FakeGroup("good"), FakeGroup("bad", fails_at=1)
+    buffers = torch.zeros(2, 2, dtype=torch.uint8)
+
+    def filled():
+        for number in range(5):
+            yield buffers[number % 2].fill_(number)
+
+    send_buckets(filled(), [good, bad])
+    assert [int(sent[0]) for sent in good.sent] == [0, 1, 2, 3, 4]
+    assert (good.has_waited, bad.has_waited) == (True, False)
     assert len(bad.sent) == 2
 
 
-def test_sending_fails_when_no_group_is_left():
-    with pytest.raises(WeightSyncError, match="bad"):
-        send_buckets([torch.zeros(1, dtype=torch.uint8)] * 3, {"bad": FakeGroup(fails_at=0)})
+def test_nothing_more_is_filled_when_no_group_is_left(caplog):
+    filled = iter([torch.zeros(1, dtype=torch.uint8)] * 5)
+    send_buckets(filled, [FakeGroup("bad", fails_at=0)])
+    assert len(list(filled)) == 3  # one is filled while the first is sent
+    assert "bad failed: connection reset" in caplog.text
 
 
 def test_the_store_listens_on_its_host_only_and_waits_for_the_others():
@@ -271,10 +288,10 @@ def test_a_rank_keeps_nothing_but_gathers_all_when_another_one_sends():
 TENSORS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2)), ("c", torch.zeros(3))]
 
 
-def export(tensors=TENSORS, rank=0, specs=None) -> WeightExport:
-    exports = [lambda: iter(tensors)] * 2
-    specs = specs or (lambda: [spec_of(*each) for each in tensors])
-    return WeightExport(*exports, rank, torch.device("cpu"), specs=specs, group_timeout_s=1.0)
+def export(tensors=TENSORS, rank=0, owners=None) -> WeightExport:
+    exports = [lambda: iter(tensors)] * 3
+    owners = owners or (lambda: assign_owners([(0, [spec_of(*each) for each in tensors])], (0,)))
+    return WeightExport(*exports, rank, torch.device("cpu"), owners=owners, group_timeout_s=1.0)
 
 
 def refuse():
@@ -283,7 +300,7 @@ def refuse():
 
 @pytest.mark.parametrize("use", ["plan", "share", "send"])
 def test_nothing_is_sent_when_the_tensors_are_refused(use):
-    tampered = export([("x", torch.ones(2))], specs=refuse)
+    tampered = export([("x", torch.ones(2))], owners=refuse)
     calls = {
         "plan": lambda: tampered.plan_buckets(100),
         "share": lambda: tampered.share_bucket(0, 100, 1),
@@ -310,17 +327,14 @@ def test_a_pass_ends_with_the_tensors_of_its_bucket_when_one_is_not_the_planned_
             passed.append(name)
             yield name, tensor
 
+    planned = [spec_of(*each) for each in (TENSORS[0], TENSORS[2], TENSORS[1])]
     changing = WeightExport(
-        tensors,
-        tensors,
+        *[tensors] * 3,
         0,
         torch.device("cpu"),
-        specs=lambda: [spec_of(*each) for each in tensors()],
+        owners=lambda: assign_owners([(0, planned)], (0,)),
         group_timeout_s=1.0,
     )
-    changing.plan_buckets(1000)
-    passed.clear()
-    changing.planned_specs = [changing.planned_specs[0], changing.planned_specs[2], changing.planned_specs[1]]
     with pytest.raises(WeightSyncError, match="the engines expect"):
         changing.share_bucket(0, 1000, 1)
     assert passed == ["a", "b", "c"]
@@ -331,6 +345,6 @@ def test_there_is_one_clear_error_when_shared_memory_is_too_small(monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(64, 60, 4))
     with pytest.raises(WeightSyncError, match=r"needs 24 bytes more of shared memory .* has 4: lower"):
-        export().allocate_buffers(export().plan_buckets(24))
+        export().allocate_buffers([each.tensors for each in export().plan_buckets(24)])
     with pytest.raises(WeightSyncError):
         shared_buffer(5)

@@ -105,7 +105,11 @@ class HFBridge:
         """
         self.path = Path(path)
         self.shard_bytes = SHARD_BYTES
+        self.num_senders: int | None = 1
+        """How many ranks send weights to engines; None for one on each host."""
         self._owners: WeightOwners | None = None
+        self._sender_group: dist.ProcessGroup | None = None
+        """The ranks that have the same sender as this one; None stands for all, as in torch."""
         if not (self.path / "config.json").is_file():
             raise ConfigError(
                 f"model.path is {path}, but there is no config.json: name a Hugging Face model folder"
@@ -157,7 +161,13 @@ class HFBridge:
         """Return all tensors of the export and the rank that owns each. The first call is collective."""
         if self._owners is None:
             held = [spec_of(name, tensor) for name, tensor in self._export_held(models)]
-            self._owners = exchange_owners(held, parallel_state.get_pipeline_model_parallel_rank())
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            self._owners = exchange_owners(held, stage, self.num_senders)
+            sender_of = self._owners.sender_of
+            for sender in sorted(set(sender_of)) if len(set(sender_of)) > 1 else ():
+                group = dist.new_group([rank for rank, its in enumerate(sender_of) if its == sender])
+                if sender_of[dist.get_rank()] == sender:
+                    self._sender_group = group
         return self._owners
 
     @torch.no_grad()
@@ -175,12 +185,29 @@ class HFBridge:
                 yield name, tensor
             del tensor  # frees it before the next one is gathered
 
-    @torch.no_grad()
     def export_hf(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor under its Hugging Face name, on all ranks, from its owner.
 
         As `export_owned` otherwise. Of tied embeddings it yields the one of the first stage.
         """
+        return self._export_from(models, range(dist.get_world_size()), None)
+
+    def export_sent(self, models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what this rank's sender sends to engines, on all ranks that have this sender.
+
+        As `export_hf` otherwise. Nothing passes between ranks of different senders but what tensor ranks
+        gather.
+        """
+        sender_of = self.owners(models).sender_of
+        mine = sender_of[dist.get_rank()]
+        ranks = [rank for rank, sender in enumerate(sender_of) if sender == mine]
+        return self._export_from(models, ranks, self._sender_group)
+
+    @torch.no_grad()
+    def _export_from(
+        self, models: list[torch.nn.Module], ranks: Sequence[int], group: dist.ProcessGroup | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what some ranks own on each of them, who are the group. All ranks exhaust the iterator."""
         owners, rank = self.owners(models), dist.get_rank()
         stage, device = parallel_state.get_pipeline_model_parallel_rank(), next(models[0].parameters()).device
         held, step, mine = self._export_held(models), -1, torch.empty(0)
@@ -190,14 +217,16 @@ class HFBridge:
                 del mine
                 (_, mine), step = next(held), step + 1
             owner = owners.rank_of[spec.name]
+            if owner not in ranks:
+                continue
             if owner == rank:
                 tensor = mine
                 assert spec_of(spec.name, tensor) == spec, "parameters keep their types and shapes"
             else:
                 tensor = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-            if dist.get_world_size() > 1:
+            if len(ranks) > 1:
                 tensor = tensor.contiguous()
-                dist.broadcast(tensor, src=owner)
+                dist.broadcast(tensor, src=owner, group=group)
             yield spec.name, tensor
             del tensor
         collections.deque(held, maxlen=0)

@@ -276,7 +276,7 @@ def _first_rank(
     moments: dict[str, dict[str, int]],
     host: dict[str, int],
 ) -> RankMemory:
-    """Return rank 0, which also sends the weights to the engines."""
+    """Return rank 0, which also sends weights to the engines."""
     weights = config.weights
     snapshot = {"snapshot": whole} if weights.overlap else {}
     if weights.overlap and weights.snapshot == "device":
@@ -290,5 +290,5 @@ def _first_rank(
         gathered = {"gathered": 2 * model.vocabulary * model.hidden * element_bytes(config)}
         lasting = ("weights", "gradients", "optimizer", "critic")
         steady = {name: size for name, size in moments["a layer"].items() if name in lasting}
-        moments = moments | {"weight update": steady | snapshot | gathered | {"bucket": bucket}}
+        moments = moments | {"weight update": steady | snapshot | gathered | {"buckets": 2 * bucket}}
     return RankMemory(first=0, last=0, moments=moments, host=host)

@@ -1,9 +1,10 @@
 """One rank's part in sending weights to engines: it turns Hugging Face tensors into buckets.
 
 ```
-export (gathered, tensor by tensor) ─► fill a bucket ─► broadcast | shared memory             rank 0
-                                    └► dropped                                            other ranks
-export of what a rank owns          ─► compare with the version before ─► file of a delta   each rank
+export of what a sender sends ─► fill a bucket ─► broadcast, while the next one is filled     senders
+export (gathered)             ─► fill a bucket ─► shared memory                                rank 0
+                              └► dropped                                                  other ranks
+export of what a rank owns    ─► compare with the version before ─► file of a delta         each rank
 ```
 
 Gathering is collective: every method must be called on all ranks, and all ranks iterate over the same tensors
@@ -19,12 +20,13 @@ from pathlib import Path
 
 import torch
 
-from async_rl.engine_protocol import GroupInvite, TensorSpec
+from async_rl.engine_protocol import GroupInvite, TensorSpec, WeightBucket
 from async_rl.weights.broadcast import WeightGroup, send_buckets
-from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets
+from async_rl.weights.buckets import fill_buckets, largest_of
 from async_rl.weights.delta import DeltaWriter, Raw
 from async_rl.weights.relay import BUFFERS
 from async_rl.weights.shared_memory import payload_for, shared_buffer
+from trainer.megatron.weight_owners import WeightOwners
 from trainer.weights.checksums import checksum_parameters, sum_tensors
 
 Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -37,48 +39,52 @@ class WeightExport:
     def __init__(
         self,
         export: Export,
+        export_sent: Export,
         export_owned: Export,
         rank: int,
         device: torch.device,
         *,
-        specs: Callable[[], Sequence[TensorSpec]],
+        owners: Callable[[], WeightOwners],
         group_timeout_s: float,
     ) -> None:
         """Create an export; nothing is gathered yet.
 
         Args:
             export: Iterates over all tensors, gathered from all ranks.
+            export_sent: Iterates over those that this rank's sender broadcasts.
             export_owned: Iterates over those that this rank owns.
-            rank: This rank of the trainer; rank 0 sends.
+            rank: This rank of the trainer.
             device: The device from which tensors are broadcast.
-            specs: Returns what `export` iterates over, or raises when the engines' model does not match it.
+            owners: Returns what `export` iterates over, with owners and senders, or raises when the engines'
+                model does not match it.
             group_timeout_s: Longest wait for an engine in a weight-update group.
         """
         self._export = export
+        self._export_sent = export_sent
         self._export_owned = export_owned
         self._rank = rank
         self._device = device
-        self._specs = specs
+        self._find_owners = owners
+        self._owners: WeightOwners | None = None
         self._group_timeout_s = group_timeout_s
         self._groups: dict[str, WeightGroup] = {}
-        self.planned_specs: list[TensorSpec] = []
         self.shared_buffers: list[torch.Tensor] = []
         self._sharing: Iterator[torch.Tensor | None] = iter(())
         self._deltas = DeltaWriter()
 
-    def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+    def plan_buckets(self, bucket_bytes: int) -> tuple[WeightBucket, ...]:
         """Implements `Trainer.plan_buckets`."""
-        return plan_buckets(self.tensor_specs(), bucket_bytes)
+        return self.owners().plan_buckets(bucket_bytes)
 
-    def tensor_specs(self) -> Sequence[TensorSpec]:
-        """Return the specs of the exported tensors, in order; the first call determines and checks them.
+    def owners(self) -> WeightOwners:
+        """Return the exported tensors with their owners; the first call determines and checks them.
 
         Raises:
             WeightSyncError: On rank 0, when the tensors do not match the engines' model.
         """
-        if not self.planned_specs:
-            self.planned_specs = list(self._specs())
-        return self.planned_specs
+        if self._owners is None:
+            self._owners = self._find_owners()
+        return self._owners
 
     def checksums(self) -> dict[str, str]:
         """Implements `Trainer.checksums`."""
@@ -95,7 +101,7 @@ class WeightExport:
 
     def open_group(self, invite: GroupInvite) -> None:
         """Implements `Trainer.open_weight_group`."""
-        if self._rank == 0:
+        if self._rank == invite.sender:
             self._groups[invite.group_name] = WeightGroup(invite, self._group_timeout_s)
 
     def close_group(self, group_name: str) -> None:
@@ -104,29 +110,37 @@ class WeightExport:
         if group is not None:
             group.close()
 
-    def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+    def abort_group(self, group_name: str) -> None:
+        """Implements `Trainer.abort_weight_group`, in another thread."""
+        group = self._groups.get(group_name)
+        if group is not None:
+            group.abort("the driver has aborted the update")
+
+    def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
         """Implements `Trainer.send_weights`."""
-        buckets = self.plan_buckets(bucket_bytes)
-        tensors = self._export()
+        buckets = [each.tensors for each in self.plan_buckets(bucket_bytes) if each.sender == self._rank]
+        tensors = self._export_sent()
+        groups = {name: self._groups[name] for name in group_names if name in self._groups}
         try:
-            if self._rank == 0:
-                groups = {name: self._groups[name] for name in group_names if name in self._groups}
-                buffer = torch.empty(largest_of(buckets), dtype=torch.uint8, device=self._device)
-                send_buckets(fill_buckets(tensors, buckets, [buffer]), groups)
+            if buckets:
+                size = largest_of(buckets)
+                buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+                send_buckets(fill_buckets(tensors, buckets, buffers), groups.values())
         finally:
             collections.deque(tensors, maxlen=0)
+        return {group.name: group.silent for group in groups.values() if group.silent}
 
     # -- shared memory
 
     def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
         """Implements `Trainer.share_bucket`."""
-        buckets = self.plan_buckets(bucket_bytes)
+        buckets = [each.tensors for each in self.plan_buckets(bucket_bytes)]
         if number == 0:
             self._sharing = self._share_all(buckets)
         data = next(self._sharing)
         return [] if data is None else [payload_for(data, buckets[number]) for _ in range(copies)]
 
-    def _share_all(self, buckets: tuple[tuple[TensorSpec, ...], ...]) -> Iterator[torch.Tensor | None]:
+    def _share_all(self, buckets: Sequence[Sequence[TensorSpec]]) -> Iterator[torch.Tensor | None]:
         """Yield the buckets in shared memory on rank 0, and None for each bucket on other ranks."""
         tensors = self._export()
         for number, bucket in enumerate(buckets):

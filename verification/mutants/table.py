@@ -399,7 +399,7 @@ async def old_weights_are_kept(original, *args, **named):
     """Weights of old versions are never removed."""
 
 
-@breaks("async_rl.weights.buckets:_inseparable", "contract/real_parts", "unit/weight_transports")
+@breaks("async_rl.weights.buckets:inseparable", "contract/real_parts", "unit/weight_transports")
 def buckets_separate_fused_weights(original, specs):
     """Parts of a fused weight are sent in two buckets."""
     return [[spec] for spec in specs]

@@ -63,11 +63,12 @@ from verification.simulation.breakable_engine import (
     MemoryFault,
     UpdateFault,
 )
+from verification.simulation.broadcasts import Broadcasts, Life
 from verification.simulation.faults import ENGINE_FAULTS, FAULTS, WORKER_FAULTS, FaultKind
 from verification.simulation.invariant_checker import InvariantChecker
 from verification.simulation.scenario import FACTS, Injection, Scenario
 from verification.simulation.simulated_models import SimulatedModel, WatchedProcesses
-from verification.simulation.simulated_trainer import Broadcasts, SimulatedTrainer
+from verification.simulation.simulated_trainer import SimulatedTrainer
 from verification.simulation.simulated_workers import (
     CUT_OFF_S,
     LateRequest,
@@ -480,7 +481,14 @@ class FaultyEngine(BreakableEngine):
         """Implements `Engine.join_weight_group`."""
         await self._answering()
         await super().join_weight_group(invite)
-        await self._broadcasts.join(invite.group_name, "engine", "trainer")
+        deaths = self._deaths
+
+        def life() -> Life:
+            if self._dead or self._deaths != deaths:
+                return "ended"
+            return "runs" if self._thawed.is_set() else "stopped"
+
+        await self._broadcasts.join(invite, self._engine_id, life)
 
     async def update_weights(self, update: WeightUpdate, *, flush: bool) -> None:
         """Implements `Engine.update_weights`."""
@@ -492,7 +500,7 @@ class FaultyEngine(BreakableEngine):
             self._checker.met(fault)
         if isinstance(update, DistributedUpdate):
             self._check_alive()
-            weights = await self._broadcasts.receive(update.group_name)
+            weights = await self._broadcasts.receive(update.group_name, self._engine_id)
             self._check_alive(deaths)
         elif isinstance(update, TensorUpdate):
             weights = await self._load_buckets(update, deaths)
@@ -629,6 +637,7 @@ class SimulatedCluster(WatchedProcesses):
     """Implements `async_rl.run.cluster.Cluster`."""
 
     weight_backend = "gloo"
+    abortable_servers = True
     node = "driver"
 
     def __init__(
@@ -821,6 +830,6 @@ class SimulatedCluster(WatchedProcesses):
             engine_id, SimulatedFolder(engine_id, self._checker, self._scenario.speeds.update_s / 2)
         )
 
-    async def open_port(self) -> tuple[str, int]:
+    async def open_port(self, rank: int) -> tuple[str, int]:
         """Implements `Cluster.open_port`."""
         return "127.0.0.1", 0

@@ -12,72 +12,22 @@ from typing import Any, Final
 import msgspec
 
 from async_rl.config import Config
-from async_rl.engine_protocol import GroupInvite, TensorSpec
-from async_rl.errors import InvariantError, TrainerError, WeightSyncError
+from async_rl.engine_protocol import GroupInvite, TensorSpec, WeightBucket, group_of
+from async_rl.errors import InvariantError, TrainerError
 from async_rl.observability.records import FIGURES
 from async_rl.runtime.files import replace_file
+from async_rl.runtime.supervision import run_together
 from async_rl.store.frames import find_flaws, read_trajectories
 from async_rl.trainer_protocol import Saved, StepResult, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
 from verification.diary import Entry, SetUp, saving, trained, write
+from verification.simulation.broadcasts import Broadcasts
 from verification.simulation.faults import FaultKind
 from verification.simulation.invariant_checker import InvariantChecker
 from verification.simulation.scenario import Speeds
 
-_JOIN_S: Final = 3.0
-"""How long both ends of a weight-update group wait for each other."""
-
-
 _ASKS_EVERY_S: Final = 1.0
 """Between two questions whether a step may end."""
-
-
-class Broadcasts:
-    """Where trainer and engines meet for distributed updates: events by group name."""
-
-    def __init__(self) -> None:
-        self._joined: dict[str, dict[str, asyncio.Event]] = {}
-        self._receiving: dict[str, asyncio.Event] = {}
-        self._sent: dict[str, asyncio.Event] = {}
-        self._content: dict[str, str] = {}
-
-    async def join(self, group_name: str, side: str, other: str) -> None:
-        """Wait until both ends have joined.
-
-        Raises:
-            WeightSyncError: When the other one has not in time.
-        """
-        sides = self._joined.setdefault(group_name, {"trainer": asyncio.Event(), "engine": asyncio.Event()})
-        sides[side].set()
-        try:
-            async with asyncio.timeout(_JOIN_S):
-                await sides[other].wait()
-        except TimeoutError as error:
-            raise WeightSyncError(f"the {other} did not join {group_name} in {_JOIN_S} s") from error
-
-    async def receive(self, group_name: str) -> str:
-        """An engine listens, as long as it takes; the weights that were sent."""
-        self._sent[group_name] = asyncio.Event()
-        self._event(group_name).set()
-        try:
-            await self._sent[group_name].wait()
-        finally:
-            self._event(group_name).clear()
-        return self._content[group_name]
-
-    async def send(self, group_name: str, weights: str) -> bool:
-        """Wait until the engine listens, and send; False when it does not in time."""
-        try:
-            async with asyncio.timeout(_JOIN_S):
-                await self._event(group_name).wait()
-        except TimeoutError:
-            return False
-        self._content[group_name] = weights
-        self._sent[group_name].set()
-        return True
-
-    def _event(self, group_name: str) -> asyncio.Event:
-        return self._receiving.setdefault(group_name, asyncio.Event())
 
 
 class _Writing(msgspec.Struct):
@@ -314,26 +264,32 @@ class SimulatedTrainer:
 
     async def open_weight_group(self, invite: GroupInvite) -> None:
         """Implements `Trainer.open_weight_group`."""
-        await self._broadcasts.join(invite.group_name, "trainer", "engine")
+        await self._broadcasts.open(invite)
 
     async def close_weight_group(self, group_name: str) -> None:
         """Implements `Trainer.close_weight_group`."""
 
-    async def plan_buckets(self, bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:
+    async def plan_buckets(self, bucket_bytes: int) -> tuple[WeightBucket, ...]:
         """Implements `Trainer.plan_buckets`."""
-        return tuple((TensorSpec(name=f"w{i}", dtype="float32", shape=(1,)),) for i in range(3))
+        tensors = (TensorSpec(name=f"w{i}", dtype="float32", shape=(1,)) for i in range(3))
+        return tuple(WeightBucket(0, (each,)) for each in tensors)
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> None:
+    async def abort_weight_group(self, group_name: str) -> None:
+        """Implements `Trainer.abort_weight_group`."""
+        self._broadcasts.abort(group_name, "the driver has aborted the update")
+
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
         """See `Trainer.send_weights`: one group's failure is not another's."""
         fault = None if self._snapshot is None else self._fault("publish_fails")
         async with self._giving_away() as version:
             await asyncio.sleep(self._speeds.update_s)
             if fault is not None:
                 raise TrainerError("the simulated trainer died while it sent weights")
-            weights = self._checker.weights_of
-            reached = [await self._broadcasts.send(name, weights(version())) for name in group_names]
-        if group_names and not any(reached):
-            raise WeightSyncError(f"every weight-update group failed: {', '.join(group_names)}")
+            weights = self._checker.weights_of(version())
+            silent = await run_together(
+                (f"send to {name}", self._broadcasts.send(name, weights)) for name in group_names
+            )
+        return {group_of(name, 0): ranks for name, ranks in zip(group_names, silent, strict=True) if ranks}
 
     async def checksums(self) -> dict[str, str]:
         """Implements `Trainer.checksums`."""

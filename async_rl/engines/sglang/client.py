@@ -43,6 +43,7 @@ from async_rl.engine_protocol import (
     RoutingPayload,
     TensorUpdate,
     WeightUpdate,
+    group_of,
 )
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.generate_call import (
@@ -52,6 +53,7 @@ from async_rl.engines.sglang.generate_call import (
     encode_request,
     parse_version,
 )
+from async_rl.engines.sglang.group_names import join_groups
 from async_rl.engines.sglang.http_client import SGLangHttpClient
 from async_rl.engines.sglang.read_schedule import EventStream, ReadSchedule
 from async_rl.engines.sglang.routing_payload import (
@@ -77,6 +79,7 @@ from async_rl.errors import (
     PromptTooLong,
     RequestRefused,
     VersionMismatch,
+    WeightsNotReceived,
     WeightSyncError,
 )
 from async_rl.types import RoutingTrace
@@ -88,8 +91,14 @@ then less and less often, because each repetition goes through all requests of a
 _ID_WIDTH: Final = 32
 """Characters of every request id that no other begins with, so that none is a prefix of another."""
 
+_END_LIMIT_S: Final = 1.0
+"""How long the end of a weight update that has failed is waited for, while the other engines are paused."""
+
 _FLUSH_LIMIT_S: Final = 5.0
 """How long a refused flush is retried: calls that still run after an abort end within one decode step."""
+
+_NOT_RECEIVED: Final = "Failed to receive weights"
+"""How SGLang's answer begins when a broadcast fails."""
 
 _NOT_SGLANG: Final = frozenset({401, 403, 404, 405, 501})
 """Answers to `GET /ready`, which SGLang gives to everyone, of servers that will never say 200."""
@@ -407,7 +416,7 @@ class SGLangEngine:
                 "master_port": invite.port,
                 "rank_offset": invite.rank_offset,
                 "world_size": invite.world_size,
-                "group_name": invite.group_name,
+                "group_name": group_of(invite.group_name, invite.sender),
                 "backend": invite.backend,
             },
         )
@@ -471,13 +480,16 @@ class SGLangEngine:
         return reply.loaded_adapters or {}
 
     async def _load_distributed(self, update: DistributedUpdate, version: str, flush: bool) -> None:
-        for number, bucket in enumerate(update.buckets, start=1):
-            last = number == len(update.buckets)
+        rounds = list(update.rounds())
+        for number, buckets in enumerate(rounds, start=1):
+            last = number == len(rounds)
+            tensors = [spec for bucket in buckets for spec in bucket.tensors]
+            groups = [(group_of(update.group_name, each.sender), len(each.tensors)) for each in buckets]
             body = {
-                "names": [spec.name for spec in bucket],
-                "dtypes": [spec.dtype for spec in bucket],
-                "shapes": [spec.shape for spec in bucket],
-                "group_name": update.group_name,
+                "names": [spec.name for spec in tensors],
+                "dtypes": [spec.dtype for spec in tensors],
+                "shapes": [spec.shape for spec in tensors],
+                "group_name": join_groups(groups) if update.is_concurrent else groups[0][0],
                 "load_format": "flattened_bucket",
                 "flush_cache": flush and last,
                 "weight_version": version if last else None,
@@ -507,18 +519,19 @@ class SGLangEngine:
             yield
             done = True
         finally:
-            # Also after a failure: an open session would refuse every later update. Bounded: an engine that
-            # waits in a broadcast which is never sent does not answer.
-            try:
+            if done:
                 await self.http.send_command("end_weight_update", {})
-            except EngineError:
-                if done:
-                    raise
+            else:  # an open session would refuse every later update
+                with suppress(EngineError, TimeoutError):  # as when it waits in a broadcast, or is stopped
+                    async with asyncio.timeout(_END_LIMIT_S):
+                        await self.http.send_command("end_weight_update", {})
 
     async def _load(self, endpoint: str, body: dict[str, Any], version: str) -> None:
         status, reply = await self.http.request_reply(endpoint, body)
         if status == 200 and reply.success:
             return
+        if reply.message.startswith(_NOT_RECEIVED):
+            raise WeightsNotReceived(f"{self._engine_id}: {reply.explain()}")
         if "Weights were updated" not in reply.message:
             raise WeightSyncError(f"{self._engine_id} refused weight version {version}: {reply.explain()}")
         # The server has the new weights, but refused the flush and did not count the version: do both.

@@ -1,7 +1,7 @@
 """Runs an SGLang server on a CPU that SGLang has no kernels for, by shims that each give their reason.
 
 This file is a program of its own, started by `async_rl.engines.sglang.server`, or run by `narrow_launcher.py`
-in the same process. It imports only `aborted_rows.py` and `memory_gate.py` of `async_rl`, and no other module
+in the same process. Of `async_rl` it imports what patches SGLang in its processes, and no other module
 imports it: SGLang is loaded in the server's processes only. The shims apply to SGLang's scheduler and
 detokenizer because those are forked from this process, see `main`.
 
@@ -85,6 +85,7 @@ from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402
 from sglang.srt.models.deepseek_common import attention_backend_handler as mla  # noqa: E402
 
 from async_rl.engines.sglang import memory_gate  # noqa: E402
+from async_rl.engines.sglang.abortable_groups import make_groups_abortable  # noqa: E402
 from async_rl.engines.sglang.aborted_rows import omit_aborted_rows  # noqa: E402
 
 # --enable-return-routed-experts keeps its rows in a CUDA-pinned host buffer on any device. Without CUDA,
@@ -196,6 +197,7 @@ _meeting._create_c10d_store = _store_on_its_host
 
 # Aborted requests that say so end without routing, so that an update does not move it for nothing.
 omit_aborted_rows()
+make_groups_abortable()
 
 
 def _without_keys(information: Any) -> Any:

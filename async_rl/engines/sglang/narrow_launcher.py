@@ -11,7 +11,7 @@ top-k ─► device buffer ─┬─ narrow ─► host buffer ─► rows of a 
         int32, all layers   uint8 or uint16, MoE layers
 ```
 
-It also installs `aborted_rows.py` and `memory_gate.py`, as `cpu_launcher.py` does.
+It also installs `aborted_rows.py`, `abortable_groups.py` and `memory_gate.py`, as `cpu_launcher.py` does.
 
 Like `cpu_launcher.py` this file is a program of its own; `server.py` only uses its names. It patches classes
 of exactly one version: if another version is installed, or the source of these classes differs, the program
@@ -124,7 +124,10 @@ def _install_from_arguments() -> list[str]:
     if "--device=cpu" in rest:
         from async_rl.engines.sglang import cpu_launcher  # noqa: F401  (the shims come first)
     else:
+        from async_rl.engines.sglang.abortable_groups import make_groups_abortable  # it needs torch
+
         omit_aborted_rows()
+        make_groups_abortable()
     install([int(layer) for layer in layers.split(",")], int(num_experts))
     return rest
 
