@@ -7,6 +7,8 @@ engine raises (`EngineError` and its subclasses), and the caller keeps the chunk
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal, Protocol
@@ -191,6 +193,12 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     shape: tuple[int, ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Its size. The names of torch's types have their bits first: `bfloat16`, `float8_e4m3fn`, `bool`."""
+        bits = re.search(r"\d+", self.dtype)
+        return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
+
 
 class WeightBucket(msgspec.Struct, frozen=True):
     """Tensors that a trainer rank sends at once: flattened to uint8 and concatenated without gaps."""
@@ -198,6 +206,11 @@ class WeightBucket(msgspec.Struct, frozen=True):
     sender: int
     """The rank."""
     tensors: tuple[TensorSpec, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return sum(spec.num_bytes for spec in self.tensors)
 
 
 class DistributedUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="distributed"):

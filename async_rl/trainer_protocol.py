@@ -6,6 +6,7 @@ The class of its ranks is named in the config (`trainer.worker`) and is part of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -94,6 +95,24 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that one rank wrote."""
 
 
+class SendReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How a sender, or all of them, sent its buckets."""
+
+    silent: dict[str, list[int]] = {}
+    """By the name of a sender's group (`group_of`): the ranks whose processes were found stopped."""
+    gather_s: float = 0.0
+    """Time in which buckets were filled, seconds. The one before was on its way meanwhile."""
+    send_s: float = 0.0
+    """Time in which nothing was left to do but to wait for broadcasts, seconds."""
+
+    @classmethod
+    def of_slowest(cls, reports: Sequence[SendReport]) -> SendReport:
+        """Return the report of senders that work at the same time; the times are those of the slowest."""
+        slowest = max(reports, key=lambda report: report.gather_s + report.send_s)
+        silent = {name: ranks for report in reports for name, ranks in report.silent.items()}
+        return cls(silent=silent, gather_s=slowest.gather_s, send_s=slowest.send_s)
+
+
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one trainer step, reduced over all ranks."""
 
@@ -177,13 +196,10 @@ class Trainer(Protocol):
         """Let `send_weights` send no more into a group; it may be called meanwhile."""
         ...
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> SendReport:
         """Broadcast the current weights, bucket by bucket: each sender its own, to its group of each name.
 
-        A group that fails is left out from then on.
-
-        Returns:
-            By the name of a sender's group (`group_of`): the ranks whose processes were found stopped.
+        A group that fails is left out from then on. The report is of all ranks.
         """
         ...
 

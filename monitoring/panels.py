@@ -397,9 +397,20 @@ ENGINES: Final = (
 WEIGHTS: Final = (
     Panel(
         "Weight update by phase, mean",
-        "How long a new version takes to reach the engines; how much of it a step hides (weights.overlap).",
+        "How long the parts take by which a new version reaches the engines.",
         (
-            Query(mean("weight_sync_seconds", "phase"), "{{phase}}"),
+            Query(
+                mean("weight_sync_seconds", "phase").replace('"$run"', '"$run",phase!="total"'), "{{phase}}"
+            ),
+        ),
+        unit="s",
+        stacked=True,
+    ),
+    Panel(
+        "Weight update as a whole, mean",
+        "From the end of the step to the last engine resumed; how much of it a step hides (weights.overlap).",
+        (
+            Query(mean("weight_sync_seconds").replace('"$run"', '"$run",phase="total"'), "whole"),
             Query(
                 f"{rate('weight_sync_hidden_seconds_total')} / {rate('train_step_seconds_count')}",
                 "hidden behind a step",
@@ -408,6 +419,12 @@ WEIGHTS: Final = (
             Query(mean("hand_over_to_engines_seconds"), "shared devices: to the engines"),
         ),
         unit="s",
+    ),
+    Panel(
+        "Weights written or sent",
+        "Bytes per second; for all engines together a version is sent once.",
+        (Query(rate("weight_sync_bytes_total"), "bytes"),),
+        unit="Bps",
     ),
     Panel(
         "Pause beyond the transfer",

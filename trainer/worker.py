@@ -36,7 +36,7 @@ from async_rl.engines.model_facts import read_config
 from async_rl.errors import CorruptFrame, InvariantError, NonFiniteLoss, TrainerError
 from async_rl.store.frames import find_flaws, read_trajectories
 from async_rl.store.kept_batches import keep_frames, keep_result
-from async_rl.trainer_protocol import Extreme, Saved, StepResult, TrainerState
+from async_rl.trainer_protocol import Extreme, Saved, SendReport, StepResult, TrainerState
 from async_rl.types import BoolArray, Float32Array, Int64Array, TakenBatch, TrainBatch
 from trainer import logprob_mismatch
 from trainer.checkpoints import loading
@@ -959,7 +959,7 @@ class TrainerWorker:
         """Implements `Trainer.abort_weight_group`; it is called in a thread of its own."""
         self.weights.abort_group(group_name)
 
-    def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+    def send_weights(self, group_names: list[str], bucket_bytes: int) -> SendReport:
         """Broadcast what this sender has of the current weights, bucket by bucket, to each of its groups."""
         with self._beside_training():
             return self.weights.send_weights(group_names, bucket_bytes)

@@ -471,9 +471,15 @@ class TrainerMetrics(Instruments):
         bad="Rises: the log says why; the run ends after four in a row.",
     )
     weight_sync_seconds = histogram(
-        "Duration of a weight update by phase (snapshot, interrupt, transfer, verify, total).",
+        "Duration of a weight update by phase: snapshot, publish (files, while engines generate), interrupt, "
+        "gather (fill buckets), send, load, verify, total.",
         "phase",
         bad="The longest phase is where the time goes; docs/design/weight-updates.md.",
+    )
+    weight_sync_bytes_total = counter(
+        "Bytes of weights that the trainer wrote or sent to engines.",
+        bad="More than the model's per version: engines are in groups of their own, as those that others "
+        "started are.",
     )
     served_weights_unchanged = gauge(
         "1 if an engine had the checksums, or the log-probs of a fixed text, of an earlier version although "

@@ -35,9 +35,9 @@ class Panel(msgspec.Struct, frozen=True, kw_only=True):
     unit: str = ""
     lines: dict[str, str] = {}
     """The fields of the records that are drawn, with their labels."""
-    kind: Literal["lines", "smoothed", "by reason", "histogram"] = "lines"
+    kind: Literal["lines", "smoothed", "by reason", "stacked", "histogram"] = "lines"
     """smoothed: the first line has a mean beside it.  by reason: a line for each entry of the field.
-    histogram: the sum of the field's counts."""
+    stacked: bars with a part for each entry of the field.  histogram: the sum of the field's counts."""
     band: tuple[str, str, str] | None = None
     """An area between two lines: label, lower and upper field."""
     joined: bool = False
@@ -287,8 +287,9 @@ STEP_PANELS: Final = (
             Panel(
                 name="sync",
                 title="Weight sync",
-                note="Pause time is what engines lose beyond the transfer; the aim is 0.1 s.",
-                lines={"sync_s": "whole", "transfer_s": "transfer", "pause_s": "pause"},
+                note="What a new version takes to reach the engines. All but publish pauses them.",
+                lines={"sync_parts": ""},
+                kind="stacked",
                 unit="s",
             ),
             Panel(

@@ -115,8 +115,10 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
     handover_s: float = 0.0
     """How long the weight update paused the trainer: `sync_s`, or with `weights.overlap` the copy."""
     sync_hidden_s: float = 0.0
-    transfer_s: float = 0.0
-    """The part of `sync_s` in which weights were written, sent or loaded."""
+    sync_parts: dict[str, float] = {}
+    """What the weight update consisted of, seconds: publish, interrupt, gather, send, load, verify."""
+    sync_bytes: int = 0
+    """What it wrote or sent, bytes."""
     pause_s: float = 0.0
     """Longest time an engine took no requests, beyond the transfer."""
     in_flight: int = 0

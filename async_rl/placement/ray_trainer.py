@@ -14,7 +14,7 @@ from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, WeightBucket
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, NodeUnreachable, TrainerError
 from async_rl.runtime.supervision import run_together
-from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
+from async_rl.trainer_protocol import Saved, SendReport, StepResult, Trainer, TrainerState
 from async_rl.types import StoredTrajectory, TakenBatch
 
 T = TypeVar("T")
@@ -218,13 +218,13 @@ class RayTrainer(Trainer):
         ]
         await self._gather(self._config.weights.timeout_s, "abort_weight_group", calls)
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> SendReport:
         """Implement `Trainer.send_weights` for all ranks."""
         # The ranks limit each broadcast and skip dead engines; this limit is for a dead trainer.
-        answers: list[dict[str, list[int]]] = await self._call_weight_ranks(
+        reports: list[SendReport] = await self._call_weight_ranks(
             2 * self._config.weights.timeout_s, "send_weights", group_names, bucket_bytes, of_all=True
         )
-        return {name: ranks for answer in answers for name, ranks in answer.items()}
+        return SendReport.of_slowest(reports)
 
     async def checksums(self) -> dict[str, str]:
         """Implement `Trainer.checksums` for all ranks."""

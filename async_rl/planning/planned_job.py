@@ -52,7 +52,7 @@ from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.inputs import RunInputs
 from async_rl.run.orchestrator import Orchestrator
 from async_rl.store.spool_nodes import no_other_nodes
-from async_rl.trainer_protocol import Saved, StepResult, Trainer, TrainerState
+from async_rl.trainer_protocol import Saved, SendReport, StepResult, Trainer, TrainerState
 from async_rl.types import Int32Array, TakenBatch
 
 _MIN_TOKENS: Final = 128
@@ -414,9 +414,9 @@ class TimedTrainer:
     async def abort_weight_group(self, group_name: str) -> None:
         """See `Trainer.abort_weight_group`."""
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> SendReport:
         """See `Trainer.send_weights`."""
-        return {}
+        return SendReport()
 
     async def checksums(self) -> dict[str, str]:
         """See `Trainer.checksums`."""

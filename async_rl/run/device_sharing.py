@@ -180,8 +180,7 @@ class SharedDevices(Devices):
         stopped_s = self._stopped_s if self._stopped_s is not None else begin
         return SyncReport(
             weight_version=version,
-            publish_s=published - begin,
-            transfer_s=now - offloaded,
+            parts={"publish": published - begin, "load": now - offloaded},
             pause_s=published - stopped_s,
             total_s=now - begin,
             handover_s=now - begin,

@@ -170,7 +170,9 @@ class RunLogger:
 
     def hold_step(self, done: TrainedStep, queue: TrajectoryQueue) -> None:
         """Hold the record of a step that the ledger has settled, for `log_step` or a checkpoint."""
-        self._unrecorded[done.result.step] = self._record(done, SyncReport.none(done.result.step), queue)
+        self._unrecorded[done.result.step] = self._record(
+            done, SyncReport(weight_version=done.result.step), queue
+        )
 
     async def write_held_steps(self) -> None:
         """Flush the records to disk: `metrics.jsonl` must have each step that a checkpoint holds.
@@ -347,7 +349,8 @@ def _step_record(
         sync_s=report.total_s,
         handover_s=report.handover_s,
         sync_hidden_s=done.sync_hidden_s,
-        transfer_s=report.publish_s + report.transfer_s,
+        sync_parts=report.parts,
+        sync_bytes=report.num_bytes,
         pause_s=report.pause_s,
         in_flight=counts.in_flight,
         queued=counts.queued,

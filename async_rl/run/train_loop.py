@@ -248,7 +248,7 @@ class TimeSharedLoop(TrainLoop):
             if self._ready_batch is None:
                 await self._update_engines(done)
             else:
-                await self._run_log.log_step(done, SyncReport.none(self.step), self._queue)
+                await self._run_log.log_step(done, SyncReport(weight_version=self.step), self._queue)
 
 
 def choose_train_loop(config: Config) -> type[TrainLoop]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from async_rl.engine_protocol import GroupInvite, group_of
 from async_rl.engines.group_liveness import CHECK_S, SILENT_S, SilenceMonitor, blocking_waits, wait_until
 from async_rl.errors import WeightSyncError
+from async_rl.trainer_protocol import SendReport
 
 _JOIN_S: Final = 20.0
 """Longest wait for all to join: meanwhile the engines that have joined generate nothing."""
@@ -168,21 +170,30 @@ class WeightGroup:
             dist.destroy_process_group(self._group)
 
 
-def send_buckets(data: Iterable[torch.Tensor], groups: Iterable[WeightGroup]) -> None:
+def send_buckets(data: Iterable[torch.Tensor], groups: Iterable[WeightGroup]) -> SendReport:
     """Broadcast every bucket into all groups at the same time, while the next one is filled.
 
     `data` may overwrite a bucket when the next but one is requested. A group that fails is left out from then
     on, and the others continue: the engines' own update requests report the failure.
     """
-    alive = list(groups)
-    for bucket in data if alive else ():
+    groups = list(groups)
+    alive, fill_s, begin_s = list(groups), 0.0, time.perf_counter()
+    buckets = iter(data)
+    while alive:
+        fill_begin_s = time.perf_counter()
+        bucket = next(buckets, None)
+        fill_s += time.perf_counter() - fill_begin_s
         alive = [group for group in alive if _succeeds(group, group.wait)]
-        alive = [group for group in alive if _succeeds(group, partial(group.start_broadcast, bucket))]
-        if not alive:
+        if bucket is None:
             break
-    alive = [group for group in alive if _succeeds(group, group.wait)]
+        alive = [group for group in alive if _succeeds(group, partial(group.start_broadcast, bucket))]
     for group in alive:
         _succeeds(group, group.wait_for_receivers)
+    return SendReport(
+        silent={group.name: group.silent for group in groups if group.silent},
+        gather_s=fill_s,
+        send_s=time.perf_counter() - begin_s - fill_s,
+    )
 
 
 def _succeeds(group: WeightGroup, act: Callable[[], None]) -> bool:

@@ -11,8 +11,11 @@ The engine updater calls a sender once per wave of engines:
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from typing import Protocol
+
+import msgspec
 
 from async_rl.engine_protocol import DistributedUpdate, Engine, TensorUpdate, WeightBucket, WeightUpdate
 from async_rl.errors import EngineError
@@ -20,6 +23,19 @@ from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.engine_groups import EngineGroups
 from async_rl.weights.relay import BucketRelay
+
+
+class Sent(msgspec.Struct, frozen=True, kw_only=True):
+    """What sending one version to a wave of engines took."""
+
+    silent: frozenset[Engine] = frozenset()
+    """Engines that were found stopped, so that others do not wait for them."""
+    gather_s: float = 0.0
+    """As `SendReport.gather_s`."""
+    send_s: float = 0.0
+    """As `SendReport.send_s`."""
+    num_bytes: int = 0
+    """Bytes of all buckets, as often as they were sent."""
 
 
 class BucketSender(Protocol):
@@ -45,8 +61,8 @@ class BucketSender(Protocol):
         """
         ...
 
-    async def send_buckets(self) -> Collection[Engine]:
-        """Send all buckets to the wave; return engines that were found stopped, so that others do not wait.
+    async def send_buckets(self) -> Sent:
+        """Send all buckets to the wave.
 
         Raises:
             EngineError: When no engine received them.
@@ -98,10 +114,16 @@ class BroadcastSender:
             is_concurrent=self._groups.are_concurrent(engine_id),
         )
 
-    async def send_buckets(self) -> Collection[Engine]:
+    async def send_buckets(self) -> Sent:
         """Implements `BucketSender.send_buckets`."""
-        silent = await self._trainer.send_weights(self._names, self._bucket_bytes)
-        return {self._groups.engine_of(name, rank) for name, ranks in silent.items() for rank in ranks}
+        report = await self._trainer.send_weights(self._names, self._bucket_bytes)
+        silent = ((name, rank) for name, ranks in report.silent.items() for rank in ranks)
+        return Sent(
+            silent=frozenset(self._groups.engine_of(name, rank) for name, rank in silent),
+            gather_s=report.gather_s,
+            send_s=report.send_s,
+            num_bytes=len(self._names) * sum(bucket.num_bytes for bucket in self._buckets),
+        )
 
     async def give_up(self, engine_id: str) -> Collection[str]:
         """Implements `BucketSender.give_up`: all engines of a group receive, or none."""
@@ -123,12 +145,13 @@ class SharedMemorySender:
         self._trainer = trainer
         self._tp_size = tp_size
         self._bucket_bytes = bucket_bytes
-        self._num_buckets = 0
+        self._buckets: tuple[WeightBucket, ...] = ()
+        self._gather_s = 0.0
         self._relay: BucketRelay[Mapping[str, Sequence[bytes]]] = BucketRelay([], 0, self._share_bucket)
 
     async def plan_buckets(self) -> None:
         """Implements `BucketSender.plan_buckets`."""
-        self._num_buckets = len(await self._trainer.plan_buckets(self._bucket_bytes))
+        self._buckets = await self._trainer.plan_buckets(self._bucket_bytes)
 
     async def connect(self, engines: Sequence[Engine]) -> Mapping[Engine, EngineError]:
         """Implements `BucketSender.connect`."""
@@ -136,7 +159,8 @@ class SharedMemorySender:
 
     def begin_sending(self, engine_ids: Sequence[str]) -> None:
         """Implements `BucketSender.begin_sending`."""
-        self._relay = BucketRelay(engine_ids, self._num_buckets, self._share_bucket)
+        self._gather_s = 0.0
+        self._relay = BucketRelay(engine_ids, len(self._buckets), self._share_bucket)
 
     def update_for(self, engine_id: str, version: int) -> WeightUpdate:
         """Implements `BucketSender.update_for`."""
@@ -146,12 +170,12 @@ class SharedMemorySender:
             async for payloads in relay.buckets(engine_id):
                 yield payloads[engine_id]
 
-        return TensorUpdate(weight_version=version, num_buckets=self._num_buckets, buckets=buckets)
+        return TensorUpdate(weight_version=version, num_buckets=len(self._buckets), buckets=buckets)
 
-    async def send_buckets(self) -> Collection[Engine]:
+    async def send_buckets(self) -> Sent:
         """Implements `BucketSender.send_buckets`."""
         await self._relay.fetch_buckets()
-        return ()
+        return Sent(gather_s=self._gather_s, num_bytes=sum(bucket.num_bytes for bucket in self._buckets))
 
     async def give_up(self, engine_id: str) -> Collection[str]:
         """Implements `BucketSender.give_up`: the others read on."""
@@ -164,5 +188,7 @@ class SharedMemorySender:
     async def _share_bucket(self, number: int) -> Mapping[str, Sequence[bytes]]:
         """Return a bucket in shared memory: for each reader as many payloads as it has ranks."""
         readers, ranks = self._relay.readers, self._tp_size
+        begin_s = asyncio.get_running_loop().time()
         payloads = await self._trainer.share_bucket(number, self._bucket_bytes, ranks * len(readers))
+        self._gather_s += asyncio.get_running_loop().time() - begin_s
         return {reader: payloads[i * ranks : (i + 1) * ranks] for i, reader in enumerate(readers)}

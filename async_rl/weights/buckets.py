@@ -7,7 +7,6 @@ names, dtypes and shapes in the request. The transports `distributed` and `tenso
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -21,15 +20,9 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
 
 
-def size_of(spec: TensorSpec) -> int:
-    """Return the bytes of a tensor."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return math.prod(spec.shape) * dtype.itemsize
-
-
 def bytes_of(specs: Iterable[TensorSpec]) -> int:
     """Return the bytes of some tensors."""
-    return sum(map(size_of, specs))
+    return sum(spec.num_bytes for spec in specs)
 
 
 def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> tuple[tuple[TensorSpec, ...], ...]:

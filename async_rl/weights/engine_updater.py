@@ -55,6 +55,28 @@ class EngineUpdateTimes(msgspec.Struct, frozen=True):
         return self.interrupt_s + self.verify_s
 
 
+class UpdateCost(msgspec.Struct):
+    """What the update of a wave of engines took; those that failed are left out."""
+
+    engines: list[EngineUpdateTimes] = []
+    gather_s: float = 0.0
+    """As `Sent.gather_s`, and so are the following."""
+    send_s: float = 0.0
+    num_bytes: int = 0
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part. Where engines do the same at the same time, those of the slowest count."""
+        transfer_s = max((each.transfer_s for each in self.engines), default=0.0)
+        return {
+            "interrupt": max((each.interrupt_s for each in self.engines), default=0.0),
+            "gather": self.gather_s,
+            "send": self.send_s,
+            "load": max(0.0, transfer_s - self.gather_s - self.send_s),
+            "verify": max((each.verify_s for each in self.engines), default=0.0),
+        }
+
+
 class _HeldEngine(msgspec.Struct, frozen=True):
     """An engine that was held and interrupted for an update."""
 
@@ -97,31 +119,29 @@ class EngineUpdater:
         self._verifier = verifier
         self._clock = clock
 
-    async def update_wave(self, engines: Sequence[Engine], version: int) -> list[EngineUpdateTimes]:
-        """Update some engines together; returns the times of those that serve the version.
+    async def update_wave(self, engines: Sequence[Engine], version: int) -> UpdateCost:
+        """Update some engines together.
 
         Engines whose update was cut short by a cancellation are quarantined: their weights are unknown, and
         they may be paused.
         """
-        times: list[EngineUpdateTimes] = []
+        cost = UpdateCost()
         # Calls that go on during the update may report it before its engine serves again.
         self._pool.announce_version(version)
         try:
             if self._sender is None:
-                await self._update_from_files(engines, version, times)
+                await self._update_from_files(engines, version, cost)
             else:
-                await self._update_by_sending(self._sender, engines, version, times)
+                await self._update_by_sending(self._sender, engines, version, cost)
         finally:
             for engine in engines:
                 snapshot = self._pool.snapshot_of(engine.engine_id)
                 if snapshot is not None and snapshot.state is EngineState.UPDATING:
                     message = f"the update of engine {engine.engine_id} to version {version} was cut short"
                     self._pool.quarantine_engine(engine.engine_id, WeightSyncError(message))
-        return times
+        return cost
 
-    async def _update_from_files(
-        self, engines: Sequence[Engine], version: int, times: list[EngineUpdateTimes]
-    ) -> None:
+    async def _update_from_files(self, engines: Sequence[Engine], version: int, cost: UpdateCost) -> None:
         async def update_engine(engine: Engine) -> None:
             if self._config.transport == "delta":  # while it keeps generating
                 path = await self._deltas.deliver_version(engine.engine_id, version)
@@ -131,7 +151,7 @@ class EngineUpdater:
             if held is not None:
                 update = self._publisher.update_from(path, version)
                 await self._load_weights(
-                    held, partial(engine.update_weights, update, flush=self._flushes), version, times
+                    held, partial(engine.update_weights, update, flush=self._flushes), version, cost
                 )
 
         async with Nursery() as nursery:
@@ -143,7 +163,7 @@ class EngineUpdater:
         sender: BucketSender,
         engines: Sequence[Engine],
         version: int,
-        times: list[EngineUpdateTimes],
+        cost: UpdateCost,
     ) -> None:
         reached = await self._connect(sender, engines)  # while they generate
         async with Nursery() as nursery:
@@ -156,7 +176,7 @@ class EngineUpdater:
         while receiving:
             reached = await self._connect(sender, [held.engine for held in receiving if self._is_held(held)])
             receiving = [held for held in receiving if held.engine in reached]
-            receiving = await self._send_once(sender, receiving, version, times)
+            receiving = await self._send_once(sender, receiving, version, cost)
 
     async def _connect(self, sender: BucketSender, engines: Sequence[Engine]) -> list[Engine]:
         """Return the engines that can be sent to; quarantine the others."""
@@ -170,7 +190,7 @@ class EngineUpdater:
         sender: BucketSender,
         receiving: Sequence[_HeldEngine],
         version: int,
-        times: list[EngineUpdateTimes],
+        cost: UpdateCost,
     ) -> list[_HeldEngine]:
         """Send a version to engines; return those that did not receive it because of another one.
 
@@ -205,7 +225,7 @@ class EngineUpdater:
             engine_id = held.engine.engine_id
             given_up[engine_id] = ()
             try:
-                await self._load_weights(held, partial(receive, held), version, times)
+                await self._load_weights(held, partial(receive, held), version, cost)
             except WeightsNotReceived as error:
                 not_received[engine_id] = error
             finally:
@@ -220,7 +240,7 @@ class EngineUpdater:
             async with Nursery() as nursery:
                 for held in receiving:
                     nursery.start_task(f"update {held.engine.engine_id}", load_weights(held))
-                nursery.start_task("send weights", self._send_buckets(sender))
+                nursery.start_task("send weights", self._send_buckets(sender, cost))
         except BaseException:  # the trainer may have to write a checkpoint, and must not wait for engines
             for held in receiving:
                 with suppress(TrainerError, TimeoutError):
@@ -265,7 +285,7 @@ class EngineUpdater:
         held: _HeldEngine,
         load: Callable[[], Awaitable[None]],
         version: int,
-        times: list[EngineUpdateTimes],
+        cost: UpdateCost,
     ) -> None:
         """Update an interrupted engine, and let it serve again.
 
@@ -297,19 +317,23 @@ class EngineUpdater:
                 engine_times.transfer_s,
                 engine_times.verify_s,
             )
-            times.append(engine_times)
+            cost.engines.append(engine_times)
 
     @property
     def _flushes(self) -> bool:
         return self._config.interrupt != "in_place"
 
-    async def _send_buckets(self, sender: BucketSender) -> None:
+    async def _send_buckets(self, sender: BucketSender, cost: UpdateCost) -> None:
         """Send all buckets. A failure is only logged: each engine that did not receive them reports it."""
         try:
             with waiting("send weights"):
-                for engine in await sender.send_buckets():
-                    message = f"engine {engine.engine_id} gave no sign of life while it received weights"
-                    self._pool.quarantine_engine(engine.engine_id, EngineTimeout(message))
+                sent = await sender.send_buckets()
+            cost.gather_s += sent.gather_s
+            cost.send_s += sent.send_s
+            cost.num_bytes += sent.num_bytes
+            for engine in sent.silent:
+                message = f"engine {engine.engine_id} gave no sign of life while it received weights"
+                self._pool.quarantine_engine(engine.engine_id, EngineTimeout(message))
         except EngineError as error:
             log.warning("sending weights: %s", error)
 

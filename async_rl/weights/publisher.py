@@ -66,6 +66,15 @@ class WeightPublisher:
         """Return the folder of a published version."""
         return self._paths[version]
 
+    async def count_bytes(self, version: int) -> int:
+        """Return the bytes of what was published of a version, whole or as a delta; 0 if nothing was."""
+
+        def count() -> int:
+            folders = self.directory / f"version_{version}", self.directory / f"delta_{version}"
+            return sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
+
+        return await asyncio.to_thread(count)
+
     def update_from(self, path: Path | str, version: int) -> DiskUpdate | AdapterUpdate:
         """Return the request that makes an engine load the files of a version from a folder."""
         kind = AdapterUpdate if self.adapters else DiskUpdate

@@ -29,7 +29,6 @@ from torch import multiprocessing
 
 from async_rl.engine_protocol import TensorSpec
 from async_rl.errors import WeightSyncError
-from async_rl.weights.buckets import size_of
 
 _SHARED_MEMORY: Final = "/dev/shm"
 
@@ -60,7 +59,7 @@ def payload_for(data: torch.Tensor, bucket: Sequence[TensorSpec]) -> bytes:
     """
     metadata, end = [], 0
     for spec in bucket:
-        begin, end = end, end + size_of(spec)
+        begin, end = end, end + spec.num_bytes
         # Replaces SGLang's FlattenedTensorMetadata, whose module is not imported here.
         metadata.append(
             SimpleNamespace(

@@ -35,35 +35,26 @@ from async_rl.weights.checksums import ChecksumComparison, VersionVerifier
 from async_rl.weights.delta_delivery import DeltaDelivery, WeightRoutes
 from async_rl.weights.engine_catch_up import EngineCatchUp
 from async_rl.weights.engine_groups import EngineGroups
-from async_rl.weights.engine_updater import EngineUpdater, EngineUpdateTimes
+from async_rl.weights.engine_updater import EngineUpdater, UpdateCost
 from async_rl.weights.publisher import WeightPublisher
 
 log = logging.getLogger(__name__)
 
 
 class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How long one sync took, seconds. Per-engine figures are those of the slowest, 0 if no engine served."""
+    """How long one sync took, seconds; 0 if no engine has to serve the version."""
 
     weight_version: int
-    publish_s: float
-    transfer_s: float
-    pause_s: float
-    """From the last moment an engine could take a call to the next such moment, less the transfer."""
-    total_s: float
-    handover_s: float
+    parts: dict[str, float] = {}
+    """Its parts that took time: publish, interrupt, gather, send, load, verify (`UpdateCost.parts`)."""
+    num_bytes: int = 0
+    """What was written or sent, bytes."""
+    pause_s: float = 0.0
+    """From the last moment an engine could take a call to the next such moment, less the transfer: that of
+    the slowest engine."""
+    total_s: float = 0.0
+    handover_s: float = 0.0
     """Time the trainer had to wait: `total_s`, or with `weights.overlap` until its weights were copied."""
-
-    @classmethod
-    def none(cls, version: int) -> SyncReport:
-        """Return the report of a version that no engine has to serve."""
-        return cls(
-            weight_version=version,
-            publish_s=0.0,
-            transfer_s=0.0,
-            pause_s=0.0,
-            total_s=0.0,
-            handover_s=0.0,
-        )
 
 
 class WeightSync:
@@ -235,12 +226,12 @@ class WeightSync:
             self._publisher.current_version = version
             engines = self._pool.engines(EngineState.SERVING)
             waves: Sequence[Sequence[Engine]] = [[e] for e in engines] if self._config.rolling else [engines]
-            times: list[EngineUpdateTimes] = []
-            for wave in waves:
-                times += await self._updater.update_wave(wave, version)
+            costs = [await self._updater.update_wave(wave, version) for wave in waves]
+            num_bytes = sum(cost.num_bytes for cost in costs) + await self._publisher.count_bytes(version)
             await self._deltas.remove_delta()
             await self._publisher.remove_old_files()
-            return self._report(version, times, publish_s=published - begin, total_s=self._clock() - begin)
+            publish_s, total_s = published - begin, self._clock() - begin
+            return self._report(version, costs, num_bytes, publish_s=publish_s, total_s=total_s)
 
     async def catch_up_engine(self, engine_id: str) -> None:
         """Bring an engine that has (re)joined to the current version, from files, and let it serve.
@@ -280,25 +271,24 @@ class WeightSync:
             await self._trainer.take_snapshot(version)
 
     def _report(
-        self, version: int, times: Sequence[EngineUpdateTimes], *, publish_s: float, total_s: float
+        self, version: int, costs: Sequence[UpdateCost], num_bytes: int, *, publish_s: float, total_s: float
     ) -> SyncReport:
-        interrupt_s = max((t.interrupt_s for t in times), default=0.0)
-        transfer_s = max((t.transfer_s for t in times), default=0.0)
-        verify_s = max((t.verify_s for t in times), default=0.0)
-        pause_s = max((t.pause_s for t in times), default=0.0)
-        if times:
-            observe = self._metrics.weight_sync_seconds
-            observe.labels("interrupt").observe(interrupt_s)
-            observe.labels("transfer").observe(transfer_s)
-            observe.labels("verify").observe(verify_s)
-            observe.labels("total").observe(total_s)
+        parts = {"publish": publish_s}
+        pause_s = max((each.pause_s for cost in costs for each in cost.engines), default=0.0)
+        if any(cost.engines for cost in costs):
+            slowest = max(costs, key=lambda cost: sum(cost.parts.values()))
+            parts |= slowest.parts
+            parts = {name: seconds for name, seconds in parts.items() if seconds}
+            for name, seconds in {**parts, "total": total_s}.items():
+                self._metrics.weight_sync_seconds.labels(name).observe(seconds)
+            self._metrics.weight_sync_bytes_total.inc(num_bytes)
             self._metrics.engine_pause_seconds.observe(pause_s)
         else:
             log.warning("weight version %d: no engine serves it yet", version)
         return SyncReport(
             weight_version=version,
-            publish_s=publish_s,
-            transfer_s=transfer_s,
+            parts=parts,
+            num_bytes=num_bytes,
             pause_s=pause_s,
             total_s=total_s,
             handover_s=total_s,

@@ -22,7 +22,6 @@ from async_rl.errors import AlignmentError, AsyncRLError
 from async_rl.store.frames import read_trajectories
 from async_rl.store.kept_batches import load_batch, load_result
 from async_rl.types import SamplingMask
-from async_rl.weights.buckets import bytes_of, size_of
 from async_rl.weights.weight_folder import WeightFolder
 from tests.support.checker import RouterWitness, distinct_rows, expected_deliveries, hidden_states
 from tests.support.ranks import run_ranks
@@ -399,7 +398,7 @@ class _Look:
             worker.send_weights([invites[0].group_name], BUCKET_BYTES)
             worker.close_weight_group(invites[0].group_name)
         return {
-            "bytes": [sum(bytes_of(each.tensors) for each in plan if each.sender == rank) for rank in (0, 1)],
+            "bytes": [sum(each.num_bytes for each in plan if each.sender == rank) for rank in (0, 1)],
             "digest": digest_of(plan, dict(self.trained)),
             "received": received and received.result(),
         }
@@ -425,7 +424,7 @@ class _Look:
             if self.rank == 0:
                 buffer, end = worker.weights.shared_buffers[number % 2], 0
                 for spec in bucket.tensors:
-                    begin, end = end, end + size_of(spec)
+                    begin, end = end, end + spec.num_bytes
                     data = buffer[begin:end].view(getattr(torch, spec.dtype))
                     found[spec.name] = data.view(spec.shape).clone()
         return {"shared": found, "buckets": len(plan), "payloads": counts}

@@ -22,9 +22,12 @@ async def test_all_engines_receive_what_each_sender_sends_once(tmp_path: Path, n
     async with receiving_world(tmp_path, ranks(num_senders), [()] * 3) as world:
         for version in (1, 2):
             digest = world.ranks.change()
-            await world.sync.update_engines(version)
+            report = await world.sync.update_engines(version)
             assert world.serving() == {f"engine-0{number}": version for number in range(3)}
             assert {engine.digest for engine in world.engines} == {digest}
+            assert report.num_bytes == 4 * (16 << 20)
+            assert {"gather", "send"} <= report.parts.keys()
+            assert sum(report.parts.values()) <= report.total_s
         await world.sync.close()
 
 

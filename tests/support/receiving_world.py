@@ -18,7 +18,7 @@ from async_rl.engine_protocol import Engine, GroupInvite, WeightBucket
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.engines.sglang.server import free_port
 from async_rl.observability.metrics import Metrics
-from async_rl.trainer_protocol import Trainer
+from async_rl.trainer_protocol import SendReport, Trainer
 from async_rl.weights.buckets import spec_of
 from async_rl.weights.weight_sync import WeightSync
 from tests.support.weight_receiver import ReceivingEngine, digest_of, open_sockets, pace
@@ -88,9 +88,8 @@ class Ranks:
         for export in self.exports:
             export.abort_group(group_name)
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
-        answers = await self._call("send_weights", group_names, bucket_bytes)
-        return {name: ranks for answer in answers for name, ranks in answer.items()}
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> SendReport:
+        return SendReport.of_slowest(await self._call("send_weights", group_names, bucket_bytes))
 
     async def checksums(self) -> dict[str, str]:
         return self.exports[0].checksums()

@@ -22,6 +22,7 @@ from async_rl.engine_protocol import (
     group_of,
 )
 from async_rl.errors import EngineError, WeightSyncError
+from async_rl.trainer_protocol import SendReport
 from async_rl.types import RoutingTrace, VersionSpan
 from async_rl.weights.checksums import CANARY_SUFFIX
 
@@ -174,7 +175,7 @@ class RecordingTrainer:
                     )
                 }
             if name == "send_weights":
-                return {}
+                return SendReport(gather_s=0.5, send_s=0.25)
             if name == "share_bucket":
                 number, _, copies = arguments
                 return [f"{number}.{copy}".encode() for copy in range(copies)]

@@ -35,7 +35,6 @@ from async_rl.engine_protocol import (
 )
 from async_rl.engines.sglang.abortable_groups import GroupMember, receive
 from async_rl.errors import EngineError, WeightsNotReceived, WeightSyncError
-from async_rl.weights.buckets import bytes_of
 
 
 class ReceivingEngine:
@@ -96,7 +95,7 @@ class ReceivingEngine:
             digest = hashlib.sha256()
             for number, buckets in enumerate(update.rounds()):
                 names = [group_of(update.group_name, bucket.sender) for bucket in buckets]
-                sizes = [bytes_of(bucket.tensors) for bucket in buckets]
+                sizes = [bucket.num_bytes for bucket in buckets]
                 answer = await self.command("receive", names=names, sizes=sizes, number=number)
                 if answer["error"]:
                     raise WeightsNotReceived(f"{self.engine_id}: {answer['error']}")

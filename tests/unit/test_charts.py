@@ -47,6 +47,17 @@ def test_a_line_has_no_value_where_nothing_was_measured() -> None:
     assert [i + 1 for i, value in enumerate(routing.values) if value is not None] == [10, 20]
 
 
+def test_the_parts_of_weight_updates_are_stacked_and_thinned_together() -> None:
+    steps = records(3 * MAX_POINTS)
+    chart = charts_of(steps)["sync"]
+    assert chart.kind == "stacked"
+    assert [series.label for series in chart.series] == ["interrupt", "gather", "send", "load", "verify"]
+    assert chart.xs == [float(step.step) for step in steps[::3]]
+    heights = [sum(values) for values in zip(*(series.values for series in chart.series), strict=True)]
+    means = [sum(step.sync_s for step in steps[at : at + 3]) / 3 for at in range(0, len(steps), 3)]
+    assert heights == pytest.approx(means, rel=1e-2)
+
+
 def test_charts_and_sections_without_a_figure_are_left_out() -> None:
     assert sections([], MAX_STALENESS) == []
     old = msgspec.convert({"step": 1, "weight_version": 1, "time_s": 2.0, "reward_mean": 0.5}, StepRecord)

@@ -30,6 +30,7 @@ from async_rl.placement.frame_readers import SharedFrames, map_frame
 from async_rl.placement.ray_trainer import CallFrameReader, RayTrainer
 from async_rl.runtime.supervision import Nursery
 from async_rl.store.frames import read_columns
+from async_rl.trainer_protocol import SendReport
 from async_rl.types import StoredTrajectory, TakenBatch
 from tests.support.stored_batches import taken_batch
 from tests.support.trajectories import make_group
@@ -51,7 +52,7 @@ class SendingActor:
     """Sends until it is told to stop, which another thread has to tell it."""
 
     def __init__(self, silent: dict[str, list[int]]) -> None:
-        self.silent, self.stopped, self.group = silent, asyncio.Event(), ""
+        self.report, self.stopped, self.group = SendReport(silent=silent), asyncio.Event(), ""
         self.call_worker = self
 
     def options(self, concurrency_group: str) -> Any:
@@ -63,7 +64,7 @@ class SendingActor:
             assert (self.group, arguments) == ("aborts", ("g",))
             return self.stopped.set()
         await self.stopped.wait()
-        return self.silent
+        return self.report
 
 
 async def test_ranks_that_send_are_told_to_stop_and_all_say_which_engines_are_silent() -> None:
@@ -73,7 +74,7 @@ async def test_ranks_that_send_are_told_to_stop_and_all_say_which_engines_are_si
         await asyncio.sleep(0.1)
         assert not sending.done()
         await trainer.abort_weight_group("g")
-    assert sending.result() == {"g-1": [2, 1], "g-2": [2]}
+    assert sending.result().silent == {"g-1": [2, 1], "g-2": [2]}
 
 
 @pytest.mark.parametrize(

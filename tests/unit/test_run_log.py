@@ -102,7 +102,7 @@ async def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert run_log.elapsed_s == 20.0
     now_s += 5.0
     metrics.sampled_tokens_total.inc(10)
-    await run_log.log_step(done(3, wait_s=2.0), SyncReport.none(3), QUEUE)
+    await run_log.log_step(done(3, wait_s=2.0), SyncReport(weight_version=3), QUEUE)
 
     written = step_record_log(tmp_path / "metrics.jsonl").read()[-1]
     assert (written.step, written.time_s, written.tokens_per_s) == (3, 25.0, 2.0)
@@ -124,7 +124,7 @@ async def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of
     now_s += 5.0
     run_log.hold_step(done(2, wait_s=1.0), QUEUE)
     now_s += 20.0
-    await run_log.log_step(done(1, wait_s=1.0), SyncReport.none(1), QUEUE)
+    await run_log.log_step(done(1, wait_s=1.0), SyncReport(weight_version=1), QUEUE)
     await run_log.write_held_steps()
     records = step_record_log(tmp_path / "metrics.jsonl").read()
     assert [(record.step, record.time_s) for record in records] == [(1, 25.0), (2, 25.0)]
@@ -151,7 +151,7 @@ async def test_log_probs_after_a_restart_are_compared_with_those_of_the_last_ste
         return metrics.registry.get_sample_value("async_rl_restart_log_prob_abs_diff_nats", labels)
 
     async def train(step: int, **figures: float) -> None:
-        await run_log.log_step(done(step, 0.0, **figures), SyncReport.none(step), QUEUE)
+        await run_log.log_step(done(step, 0.0, **figures), SyncReport(weight_version=step), QUEUE)
 
     await run_log.load_records_until(3)
     run_log.begin_training(3)
@@ -169,7 +169,7 @@ async def test_the_first_start_of_a_run_is_no_restart(tmp_path: Path) -> None:
     run_log = make_run_log(tmp_path, metrics)
     await run_log.load_records_until(0)
     run_log.begin_training(0)
-    await run_log.log_step(done(1, 0.0, log_prob_abs_diff=0.7), SyncReport.none(1), QUEUE)
+    await run_log.log_step(done(1, 0.0, log_prob_abs_diff=0.7), SyncReport(weight_version=1), QUEUE)
     assert next(iter(metrics.restart_log_prob_abs_diff_nats.collect())).samples == []
 
 
@@ -190,7 +190,7 @@ async def test_a_step_has_one_line_when_its_write_is_cancelled(
     monkeypatch.setattr(RecordLog, "append", append_slowly)
     run_log.hold_step(done(1, 0.0), QUEUE)
     async with Nursery() as nursery:
-        step = run_log.log_step(done(1, 0.0), replace(SyncReport.none(1), pause_s=3.0), QUEUE)
+        step = run_log.log_step(done(1, 0.0), replace(SyncReport(weight_version=1), pause_s=3.0), QUEUE)
         task = nursery.start_task("write", step if writes == "log" else run_log.write_held_steps())
         await asyncio.to_thread(begun.wait, 30)
         task.cancel()
@@ -216,7 +216,7 @@ async def test_a_step_is_held_when_the_disk_takes_a_part_of_its_line(
     pwrite = os.pwrite
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[: len(data) // 2], at))
-        await run_log.log_step(done(1, 0.0), SyncReport.none(1), QUEUE)
+        await run_log.log_step(done(1, 0.0), SyncReport(weight_version=1), QUEUE)
         run_log.hold_step(done(2, 0.0), QUEUE)
         assert step_record_log(tmp_path / "metrics.jsonl").read() == []
     await run_log.write_held_steps()
@@ -235,7 +235,7 @@ async def test_a_step_is_held_when_the_disk_is_read_only_and_a_checkpoint_says_s
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", refuse)
-        await run_log.log_step(done(1, 0.0), SyncReport.none(1), QUEUE)
+        await run_log.log_step(done(1, 0.0), SyncReport(weight_version=1), QUEUE)
         with pytest.raises(
             AsyncRLError, match=r"metrics.jsonl cannot be written: Read-only file system; make"
         ):
@@ -254,7 +254,7 @@ async def test_a_run_says_that_it_learns_nothing_when_all_rewards_are_equal_for_
         trajectories = (replace(a, reward=rewards[0]), replace(b, reward=rewards[1]))
         trained = done(step, wait_s=0.0)
         batch = replace(trained.batch, trajectories=trajectories)
-        await run_log.log_step(replace(trained, batch=batch), SyncReport.none(step), QUEUE)
+        await run_log.log_step(replace(trained, batch=batch), SyncReport(weight_version=step), QUEUE)
 
     for step in range(1, 20):
         await train(step, (1.0, 1.0))

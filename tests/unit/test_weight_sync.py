@@ -13,7 +13,7 @@ from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, TrainerError, WeightsNotReceived, WeightSyncError
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery, first_error
-from async_rl.trainer_protocol import Trainer
+from async_rl.trainer_protocol import SendReport, Trainer
 from async_rl.weights import checksums, delta_delivery, publisher
 from async_rl.weights.delta import DeltaRefused
 from async_rl.weights.delta_delivery import WeightRoutes
@@ -156,7 +156,7 @@ async def test_the_job_goes_on_when_no_engine_took_the_update(tmp_path):
     bench = await started(tmp_path, engines=1)
     bench.engines[0].fail_in, bench.engines[0].error = "interrupt", EngineError("gone")
     report = await bench.sync.update_engines(1)
-    assert (report.weight_version, report.transfer_s, report.pause_s) == (1, 0.0, 0.0)
+    assert (report.weight_version, report.pause_s, report.num_bytes) == (1, 0.0, 0)
     assert bench.serving() == {}
     assert "gone" in str(bench.pool.error_of("engine-0"))
     bench.engines[0].fail_in = None
@@ -282,9 +282,9 @@ async def test_engines_take_a_version_in_another_group_when_one_of_theirs_fails(
     if failure == "is silent":
         send_weights = bench.trainer.send_weights
 
-        async def find_silent(names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+        async def find_silent(names: list[str], bucket_bytes: int) -> SendReport:
             bench.trainer.send_weights = send_weights
-            return {f"{before}-0": [1]}
+            return SendReport(silent={f"{before}-0": [1]})
 
         bench.trainer.send_weights = find_silent
     if notices == "by itself" or failure == "does not answer":
@@ -328,6 +328,13 @@ async def test_a_failure_does_not_reach_an_engine_with_a_group_of_its_own(tmp_pa
     assert bench.serving() == {"engine-0": 2, "engine-1": 2}
     assert aborted.is_set()  # the senders do not wait for it
     assert len(bench.engines[0].updates) == 2
+
+
+async def test_a_sync_says_what_its_parts_took_and_what_was_sent(tmp_path):
+    bench = await distributed(tmp_path, external=1)
+    report = await bench.sync.update_engines(2)
+    assert {name: report.parts[name] for name in ("gather", "send")} == {"gather": 0.5, "send": 0.25}
+    assert report.num_bytes == 2 * 16  # once for the engines of the run, once for the other one
 
 
 async def test_another_port_is_tried_when_one_is_taken_before_the_sender_listens(tmp_path):

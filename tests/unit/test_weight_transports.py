@@ -20,7 +20,7 @@ from async_rl.errors import WeightSyncError
 from async_rl.runtime.supervision import Nursery
 from async_rl.weights import broadcast
 from async_rl.weights.broadcast import WeightGroup, open_store, send_buckets
-from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, size_of, spec_of
+from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from async_rl.weights.relay import BUFFERS, BucketRelay
 from async_rl.weights.shared_memory import shared_buffer
 from trainer.megatron.weight_owners import assign_owners
@@ -38,7 +38,7 @@ class FakeGroup:
     def __init__(self, name: str = "", fails_at: int = 10**9) -> None:
         self.name, self.fails_at, self.sent = name, fails_at, []
         self.sending: torch.Tensor | None = None
-        self.has_waited = False
+        self.has_waited, self.silent = False, list[int]()
 
     def start_broadcast(self, data: torch.Tensor) -> None:
         assert self.sending is None
@@ -60,7 +60,7 @@ class FakeGroup:
 def test_buckets_keep_order_and_size_when_planned():
     plan = plan_buckets(specs((10,), (10,), (5,), (30,), (1,)), 80)
     assert [[s.name for s in bucket] for bucket in plan] == [["t0", "t1"], ["t2"], ["t3"], ["t4"]]
-    assert all(sum(map(size_of, bucket)) <= 80 for bucket in plan if len(bucket) > 1)
+    assert all(sum(spec.num_bytes for spec in bucket) <= 80 for bucket in plan if len(bucket) > 1)
 
 
 @pytest.mark.parametrize(

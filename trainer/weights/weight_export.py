@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from async_rl.engine_protocol import GroupInvite, TensorSpec, WeightBucket
+from async_rl.trainer_protocol import SendReport
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of
 from async_rl.weights.delta import DeltaWriter, Raw
@@ -116,19 +117,19 @@ class WeightExport:
         if group is not None:
             group.abort("the driver has aborted the update")
 
-    def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+    def send_weights(self, group_names: list[str], bucket_bytes: int) -> SendReport:
         """Implements `Trainer.send_weights`."""
         buckets = [each.tensors for each in self.plan_buckets(bucket_bytes) if each.sender == self._rank]
         tensors = self._export_sent()
-        groups = {name: self._groups[name] for name in group_names if name in self._groups}
+        groups = [self._groups[name] for name in group_names if name in self._groups]
         try:
-            if buckets:
-                size = largest_of(buckets)
-                buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
-                send_buckets(fill_buckets(tensors, buckets, buffers), groups.values())
+            if not buckets:
+                return SendReport()
+            size = largest_of(buckets)
+            buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(BUFFERS)]
+            return send_buckets(fill_buckets(tensors, buckets, buffers), groups)
         finally:
             collections.deque(tensors, maxlen=0)
-        return {group.name: group.silent for group in groups.values() if group.silent}
 
     # -- shared memory
 

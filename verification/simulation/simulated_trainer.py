@@ -18,7 +18,7 @@ from async_rl.observability.records import FIGURES
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.supervision import run_together
 from async_rl.store.frames import find_flaws, read_trajectories
-from async_rl.trainer_protocol import Saved, StepResult, TrainerState
+from async_rl.trainer_protocol import Saved, SendReport, StepResult, TrainerState
 from async_rl.types import TakenBatch, TrainBatch
 from verification.diary import Entry, SetUp, saving, trained, write
 from verification.simulation.broadcasts import Broadcasts
@@ -278,7 +278,7 @@ class SimulatedTrainer:
         """Implements `Trainer.abort_weight_group`."""
         self._broadcasts.abort(group_name, "the driver has aborted the update")
 
-    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> dict[str, list[int]]:
+    async def send_weights(self, group_names: list[str], bucket_bytes: int) -> SendReport:
         """See `Trainer.send_weights`: one group's failure is not another's."""
         fault = None if self._snapshot is None else self._fault("publish_fails")
         async with self._giving_away() as version:
@@ -289,7 +289,11 @@ class SimulatedTrainer:
             silent = await run_together(
                 (f"send to {name}", self._broadcasts.send(name, weights)) for name in group_names
             )
-        return {group_of(name, 0): ranks for name, ranks in zip(group_names, silent, strict=True) if ranks}
+        return SendReport(
+            silent={
+                group_of(name, 0): ranks for name, ranks in zip(group_names, silent, strict=True) if ranks
+            }
+        )
 
     async def checksums(self) -> dict[str, str]:
         """Implements `Trainer.checksums`."""

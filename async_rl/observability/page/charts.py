@@ -72,7 +72,8 @@ class Chart(msgspec.Struct, frozen=True, kw_only=True):
     series: Sequence[Series]
     x: str = "step"
     """The name of the x axis: what `xs` counts."""
-    kind: Literal["lines", "bars"] = "lines"
+    kind: Literal["lines", "bars", "stacked"] = "lines"
+    """stacked: bars, each series on top of those before."""
     band: Band | None = None
     unit: str = ""
     bound: float | None = None
@@ -128,8 +129,18 @@ def _without_empty_series(chart: Chart) -> Chart:
 def thinned(chart: Chart) -> Chart:
     """Return a chart thinned to about `MAX_POINTS` points, with values of four digits.
 
-    Each stretch keeps the lowest and the highest value of every line; the first and last point stay.
+    Each stretch keeps the lowest and the highest value of every line; the first and last point stay. Of
+    stacked bars, whose parts belong together, each stretch keeps the means.
     """
+    if chart.kind == "stacked":
+        every = -(-len(chart.xs) // MAX_POINTS)
+        starts = range(0, len(chart.xs), every)
+
+        def means(values: Sequence[Figure]) -> list[Figure]:
+            return [_rounded(mean(values[at : at + every])) for at in starts]
+
+        series = [msgspec.structs.replace(one, values=means(one.values)) for one in chart.series]
+        return msgspec.structs.replace(chart, xs=[chart.xs[at] for at in starts], series=series)
     rows = [series.values for series in chart.series]
     rows += [] if chart.band is None else [chart.band.low, chart.band.high]
     size = len(chart.xs)
@@ -145,7 +156,7 @@ def thinned(chart: Chart) -> Chart:
     order = sorted(kept)
 
     def chosen(values: Sequence[Figure]) -> list[Figure]:
-        return [float(f"{value:.4g}") if is_finite(value := values[at]) else None for at in order]
+        return [_rounded(values[at]) for at in order]
 
     band = chart.band
     if band is not None:
@@ -156,6 +167,10 @@ def thinned(chart: Chart) -> Chart:
         series=[msgspec.structs.replace(series, values=chosen(series.values)) for series in chart.series],
         band=band,
     )
+
+
+def _rounded(value: Figure) -> Figure:
+    return float(f"{value:.4g}") if is_finite(value) else None
 
 
 def smoothed(values: Sequence[Figure], window: int) -> list[Figure]:
@@ -210,10 +225,13 @@ def _step_charts(
             series = [msgspec.structs.replace(first, faint=True), mean, *others]
         elif panel.kind == "by reason":
             series = _series(_by_reason(records, *panel.lines))
+        elif panel.kind == "stacked":
+            series = _series(_by_part(records, *panel.lines))
         yield _chart(
             panel,
             [float(record.step) for record in records],
             series,
+            kind="stacked" if panel.kind == "stacked" else "lines",
             bound=max_staleness if panel.bounded else None,
             band=None if panel.band is None else _band(records, *panel.band),
         )
@@ -247,6 +265,12 @@ def _by_reason(records: Sequence[StepRecord | SftRecord], field: str) -> dict[st
         reason.replace("_", " "): [float(getattr(record, field).get(reason, 0)) for record in records]
         for reason, _ in reasons
     }
+
+
+def _by_part(records: Sequence[StepRecord | SftRecord], field: str) -> dict[str, list[Figure]]:
+    """Return the entries of a field that divides a sum into parts, in the order of the first records."""
+    names = dict.fromkeys(name for record in records for name in getattr(record, field))
+    return {name: [getattr(record, field).get(name, 0.0) for record in records] for name in names}
 
 
 def _histogram(panel: Panel, records: Sequence[StepRecord | SftRecord], max_staleness: int | None) -> Chart:

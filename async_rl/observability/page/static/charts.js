@@ -38,11 +38,22 @@ export function redraw() {
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 
+/** The series in the order in which they are drawn: of a stack the highest first, which the lower ones cover. */
+function layers({ kind, series }) {
+  return kind === "stacked" ? series.toReversed() : series;
+}
+
+/** The values of a stack, each with those of the series below it. */
+function heights({ xs, series }) {
+  const sums = xs.map(() => 0);
+  return series.map(({ values }) => sums.map((_, at) => (sums[at] += values[at] ?? 0))).toReversed();
+}
+
 /** What uPlot plots of a chart: x, the series, then the edges of its band and its bound. */
 function columns(chart) {
-  const { xs, series, band, bound } = chart;
+  const { xs, series, band, bound, kind } = chart;
   return [
-    xs, ...series.map((one) => one.values), ...(band ? [band.high, band.low] : []),
+    xs, ...(kind === "stacked" ? heights(chart) : series.map((one) => one.values)), ...(band ? [band.high, band.low] : []),
     ...(bound === null ? [] : [xs.map(() => bound)]),
   ];
 }
@@ -89,10 +100,11 @@ function labelsWidth(_, labels) {
 
 function options(chart, width, onCursor) {
   const tone = (one) => `var(--t${one.tone})`;
-  const bars = chart.kind === "bars" ? { paths: uPlot.paths.bars({ size: [0.8] }), points: { show: false } } : { points: { fill: () => colour("var(--card)") } };
-  const series = chart.series.map((one) => ({
+  const filled = chart.kind === "bars" || chart.kind === "stacked";
+  const bars = filled ? { paths: uPlot.paths.bars({ size: [0.8] }), points: { show: false } } : { points: { fill: () => colour("var(--card)") } };
+  const series = layers(chart).map((one) => ({
     stroke: () => colour(tone(one)),
-    fill: chart.kind === "bars" ? () => colour(tone(one)) : undefined,
+    fill: filled ? () => colour(tone(one)) : undefined,
     width: one.faint ? 1.1 : 1.9,
     alpha: one.faint ? 0.4 : 1,
     spanGaps: one.joined,
@@ -110,7 +122,7 @@ function options(chart, width, onCursor) {
     grid: { stroke: () => colour("var(--grid)"), width: 1 },
     ticks: { show: false },
   };
-  const half = chart.kind === "bars" ? 0.5 : 0;
+  const half = filled ? 0.5 : 0;
   return {
     width, height: HEIGHT, bands, padding: [8, 14, 0, 0], legend: { show: false },
     series: [{}, ...series],
