@@ -231,6 +231,10 @@ class EnginePool(EngineJudge):
         """Give a serving engine no more calls, because its weights will change; False when it failed."""
         return self._leave_state(engine_id, EngineState.SERVING, EngineState.UPDATING)
 
+    def include_engine(self, engine_id: str) -> bool:
+        """Let a joining engine take part in a weight update; False when it does not join any longer."""
+        return self._leave_state(engine_id, EngineState.JOINING, EngineState.UPDATING)
+
     def rejoin_engine(self, engine_id: str) -> None:
         """Let a quarantined engine that was restarted load the current weights."""
         record = self._records[engine_id]
@@ -588,6 +592,13 @@ class EnginePool(EngineJudge):
     def is_reserved(self, engine_id: str) -> bool:
         """Return whether an engine serves evaluations only."""
         return self._records[engine_id].reserved
+
+    @property
+    def most_serve(self) -> bool:
+        """Whether at least half of the engines that are for rollouts serve, or will after an update."""
+        for_rollouts = [record.state for record in self._records.values() if not record.reserved]
+        active = sum(state in (EngineState.SERVING, EngineState.UPDATING) for state in for_rollouts)
+        return 2 * active >= len(for_rollouts)
 
     @property
     def has_active_engine(self) -> bool:

@@ -156,6 +156,11 @@ WAIT_KINDS: Final[dict[str, WaitKind]] = {
         "no call of reward {} ends",
         "Another call of the same reward must end first.",
     ),
+    "next update": WaitKind(
+        "the next weight update",
+        "no weight update follows",
+        "An engine that joins, or was restarted, takes the next version together with the others.",
+    ),
     "node": WaitKind(
         "node {} to answer",
         "node {} does not answer",

@@ -49,6 +49,10 @@ class BucketSender(Protocol):
         """Connect engines that are updated together with the trainer; return those that fail, and why."""
         ...
 
+    def forget(self, engine_id: str) -> None:
+        """Send an engine nothing as the process that it was: it was restarted."""
+        ...
+
     def begin_sending(self, engine_ids: Sequence[str]) -> None:
         """Prepare a wave: these engines receive all buckets, or stop with `end_receiving`."""
         ...
@@ -99,6 +103,10 @@ class BroadcastSender:
         """Implements `BucketSender.connect`."""
         with waiting("weight groups"):
             return await self._groups.connect(engines)
+
+    def forget(self, engine_id: str) -> None:
+        """Implements `BucketSender.forget`."""
+        self._groups.forget(engine_id)
 
     def begin_sending(self, engine_ids: Sequence[str]) -> None:
         """Implements `BucketSender.begin_sending`."""
@@ -156,6 +164,9 @@ class SharedMemorySender:
     async def connect(self, engines: Sequence[Engine]) -> Mapping[Engine, EngineError]:
         """Implements `BucketSender.connect`."""
         return {}
+
+    def forget(self, engine_id: str) -> None:
+        """Implements `BucketSender.forget`: what it has opened ended with it."""
 
     def begin_sending(self, engine_ids: Sequence[str]) -> None:
         """Implements `BucketSender.begin_sending`."""

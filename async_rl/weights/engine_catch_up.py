@@ -1,7 +1,13 @@
 """Brings single engines to the current weight version, while updates of the other engines go on.
 
-An engine that joins, was restarted or comes back from an evaluation loads the current version from files. It
-serves only if that is still the current version when it has loaded it; else it loads again.
+```
+ engine that joins, was restarted, or comes back from an evaluation
+   ├─ there are files of the current version, or engines load files ──► it loads them
+   ├─ at least half of the engines serve, and it does not come back ──► it takes the next update with them
+   └─ else ──► the trainer sends it the current version alone, between two steps
+```
+
+An engine that loads files serves only if theirs is still the current version then; else it loads again.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import NamedLock, waiting
 from async_rl.weights.checksums import VersionVerifier
 from async_rl.weights.delta_delivery import WeightRoutes
-from async_rl.weights.engine_groups import EngineGroups
+from async_rl.weights.engine_updater import EngineUpdater
 from async_rl.weights.publisher import WeightPublisher, absolute
 
 _MAX_RETRIES: Final = 2
@@ -37,7 +43,7 @@ class EngineCatchUp:
         pool: EnginePool,
         publisher: WeightPublisher,
         verifier: VersionVerifier,
-        groups: EngineGroups | None,
+        updater: EngineUpdater,
         sync_lock: NamedLock,
         trainer_busy: NamedLock,
         trainer_restarted: bool,
@@ -50,7 +56,7 @@ class EngineCatchUp:
             pool: The engines.
             publisher: Knows the current version and its files.
             verifier: Verifies the version that an engine serves.
-            groups: Weight-update groups, which a restarted engine has left; None for other transports.
+            updater: Updates engines together.
             sync_lock: Held while engines are updated to a new version.
             trainer_busy: Held while the trainer's weights are ahead of the current version.
             trainer_restarted: Whether engines may have part of what an earlier trainer sent.
@@ -60,15 +66,15 @@ class EngineCatchUp:
         self._pool = pool
         self._publisher = publisher
         self._verifier = verifier
-        self._groups = groups
+        self._updater = updater
         self._sync_lock = sync_lock
         self._trainer_busy = trainer_busy
         self._trainer_restarted = trainer_restarted
         self._routes = routes
         self._locks: dict[str, asyncio.Lock] = {}
         """By engine: held while it catches up, so that none is interrupted by a second one once it serves."""
-        self._publishes_on_demand = config.transport != "disk"
-        """Whether there are no files of every version."""
+        self._publishes_on_demand = config.transport == "delta"
+        """Whether files of a version are published when an engine needs them."""
 
     async def catch_up_joining_engines(self) -> None:
         """Bring all engines that have joined to the current version.
@@ -90,8 +96,12 @@ class EngineCatchUp:
                 if not self._pool.needs_repair(engine.engine_id):
                     nursery.start_task(f"catch up {engine.engine_id}", catch_up(engine))
 
-    async def catch_up_engine(self, engine_id: str) -> None:
-        """Bring an engine that has (re)joined to the current version, from files, and let it serve.
+    async def catch_up_engine(self, engine_id: str, *, at_once: bool = False) -> None:
+        """Bring an engine that has (re)joined to the current version, or to the next one, and let it serve.
+
+        Args:
+            engine_id: The engine.
+            at_once: Whether the next version comes too late.
 
         Raises:
             EngineError: When it fails; it stays out of service.
@@ -107,13 +117,18 @@ class EngineCatchUp:
             # and been restarted meanwhile: then both let it catch up.
             snapshot = self._pool.snapshot_of(engine_id)
             if snapshot is not None and snapshot.state is EngineState.JOINING:
-                await self._catch_up(engine)
+                await self._catch_up(engine, at_once=at_once or self._pool.is_reserved(engine_id))
         finally:
             lock.release()
 
-    async def _catch_up(self, engine: Engine) -> None:
-        publisher = self._publisher
+    async def _catch_up(self, engine: Engine, *, at_once: bool) -> None:
+        publisher, sender = self._publisher, self._updater.sender
         for _ in range(_MAX_RETRIES):
+            if sender is not None and not publisher.has_files(publisher.current_version):
+                sender.forget(engine.engine_id)  # its process may be another one
+                if at_once or not await self._take_next_update(engine.engine_id):
+                    await self._take_alone(engine)
+                return
             if self._publishes_on_demand:
                 async with self._trainer_busy:
                     version = await self._ensure_current_files()
@@ -133,6 +148,56 @@ class EngineCatchUp:
                 loaded = await self._load_files(engine, await self._ensure_current_files())
                 await self._serve(engine, loaded)
         await publisher.remove_old_files()
+
+    async def _take_next_update(self, engine_id: str) -> bool:
+        """Wait until an engine has taken the next update; return whether it serves, or has left.
+
+        While most engines do not serve, the next version is long in coming.
+
+        Raises:
+            EngineError: When it has failed meanwhile.
+        """
+        snapshot = self._pool.snapshot_of(engine_id)
+        self._updater.joining.add(engine_id)
+        try:
+            with waiting("next update"):
+                while self._pool.snapshot_of(engine_id) == snapshot and self._pool.most_serve:
+                    await self._pool.wait_for_change()
+        finally:
+            self._updater.joining.discard(engine_id)
+        return await self._has_taken(engine_id)
+
+    async def _take_alone(self, engine: Engine) -> None:
+        """Send the current version to one engine.
+
+        Raises:
+            EngineError: When it has failed.
+        """
+        engine_id = engine.engine_id
+        async with self._trainer_busy, self._sync_lock:
+            snapshot = self._pool.snapshot_of(engine_id)
+            if snapshot is not None and snapshot.state is EngineState.JOINING:
+                self._updater.joining.add(engine_id)
+                try:
+                    await self._updater.update_wave([engine], self._publisher.current_version)
+                finally:
+                    self._updater.joining.discard(engine_id)
+        await self._has_taken(engine_id)
+
+    async def _has_taken(self, engine_id: str) -> bool:
+        """Return whether an engine serves, or has left, once an update that it takes has ended.
+
+        Raises:
+            EngineError: When it has failed.
+        """
+        while (snapshot := self._pool.snapshot_of(engine_id)) is not None:
+            if snapshot.state is EngineState.QUARANTINED:
+                raise WeightSyncError(f"engine {engine_id} failed: {self._pool.error_of(engine_id)}")
+            if snapshot.state is not EngineState.UPDATING:
+                return snapshot.state is not EngineState.JOINING
+            with waiting("engine update", engine_id):
+                await self._pool.wait_for_change()
+        return True
 
     async def take_back_engine(self, engine_id: str) -> None:
         """End the loan of an engine to an evaluation, and the calls that an evaluation which failed has left.
@@ -156,7 +221,7 @@ class EngineCatchUp:
                 self._pool.serve_engine(engine_id, snapshot.weight_version, keeps_cache=True)
                 return
             self._pool.recall_engine(engine_id)
-        await self.catch_up_engine(engine_id)
+        await self.catch_up_engine(engine_id, at_once=True)
 
     async def load_current_version(self, engine: Engine) -> None:
         """Load the current version into an engine that was without the memory of its weights.
@@ -212,8 +277,8 @@ class EngineCatchUp:
 
         An engine that was restarted since has lost what it loaded: its restart brings it to the version.
         """
-        if self._groups is not None:
-            self._groups.forget(engine.engine_id)  # its process may be another one
+        if self._updater.sender is not None:
+            self._updater.sender.forget(engine.engine_id)  # its process may be another one
         if self._pool.snapshot_of(engine.engine_id) == loaded:
             self._pool.serve_engine(engine.engine_id, self._publisher.current_version)
 

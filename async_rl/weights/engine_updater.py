@@ -115,7 +115,10 @@ class EngineUpdater:
         self._pool = pool
         self._publisher = publisher
         self._deltas = deltas
-        self._sender = sender
+        self.sender = sender
+        """Sends buckets; None when engines load files."""
+        self.joining: set[str] = set()
+        """Engines that do not serve, and take the next version together with those that do."""
         self._verifier = verifier
         self._clock = clock
 
@@ -129,10 +132,10 @@ class EngineUpdater:
         # Calls that go on during the update may report it before its engine serves again.
         self._pool.announce_version(version)
         try:
-            if self._sender is None:
+            if self.sender is None:
                 await self._update_from_files(engines, version, cost)
             else:
-                await self._update_by_sending(self._sender, engines, version, cost)
+                await self._update_by_sending(self.sender, engines, version, cost)
         finally:
             for engine in engines:
                 snapshot = self._pool.snapshot_of(engine.engine_id)
@@ -264,7 +267,8 @@ class EngineUpdater:
 
     async def _interrupt_engine(self, engine: Engine) -> _HeldEngine | None:
         """Hold and interrupt an engine; None when it failed."""
-        if not self._pool.hold_engine(engine.engine_id):
+        joins = engine.engine_id in self.joining and self._pool.include_engine(engine.engine_id)
+        if not joins and not self._pool.hold_engine(engine.engine_id):
             return None
         snapshot = self._pool.snapshot_of(engine.engine_id)
         begin = self._clock()
@@ -299,7 +303,7 @@ class EngineUpdater:
         async with self._quarantined_on_failure(engine):
             await load()
             transferred = self._clock()
-            await self._verifier.verify_version(engine, version, from_files=self._sender is None)
+            await self._verifier.verify_version(engine, version, from_files=self.sender is None)
             await engine.resume_generation(self._config.interrupt)
             served = self._is_held(held) and self._pool.serve_engine(
                 engine.engine_id, version, keeps_cache=not self._flushes

@@ -56,6 +56,10 @@ class WeightPublisher:
             await self._trainer.publish(str(path), version)
         self._paths[version] = path
 
+    def has_files(self, version: int) -> bool:
+        """Return whether there are files of a version."""
+        return version in self._paths
+
     async def ensure_files(self, version: int) -> Path:
         """Return the folder of a version; publish it first if it has none."""
         if version not in self._paths:

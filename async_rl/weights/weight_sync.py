@@ -6,8 +6,8 @@
 ```
 
 Publishing files takes time during which the engines go on generating. An engine that fails its update is
-quarantined, and the run continues even without any engine: `repair` restarts it, and it catches up from files
-without delaying the others.
+quarantined, and the run continues even without any engine: `repair` restarts it, and it catches up without
+delaying the others.
 
 With `weights.overlap` the trainer copies its weights after each step, and the engines are updated from the
 copy while it trains on. There is one copy: the next step's has to wait until this one has been sent.
@@ -129,7 +129,7 @@ class WeightSync:
             pool=pool,
             publisher=self._publisher,
             verifier=self._verifier,
-            groups=self._groups,
+            updater=self._updater,
             sync_lock=self._lock,
             trainer_busy=self.trainer_busy,
             trainer_restarted=generation > 0,
@@ -224,7 +224,8 @@ class WeightSync:
             # No await in between: an engine that joins serves the old version and is updated here, or loads
             # the new one.
             self._publisher.current_version = version
-            engines = self._pool.engines(EngineState.SERVING)
+            joining = [self._pool.engine(engine_id) for engine_id in sorted(self._updater.joining)]
+            engines = [*self._pool.engines(EngineState.SERVING), *joining]
             waves: Sequence[Sequence[Engine]] = [[e] for e in engines] if self._config.rolling else [engines]
             costs = [await self._updater.update_wave(wave, version) for wave in waves]
             num_bytes = sum(cost.num_bytes for cost in costs) + await self._publisher.count_bytes(version)
@@ -234,7 +235,7 @@ class WeightSync:
             return self._report(version, costs, num_bytes, publish_s=publish_s, total_s=total_s)
 
     async def catch_up_engine(self, engine_id: str) -> None:
-        """Bring an engine that has (re)joined to the current version, from files, and let it serve.
+        """Bring an engine that has (re)joined to the current version, or to the next one, and let it serve.
 
         Updates of the other engines go on meanwhile.
 
