@@ -21,7 +21,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.trainer_protocol import SendReport, Trainer
 from async_rl.weights.buckets import spec_of
 from async_rl.weights.weight_sync import WeightSync
-from tests.support.weight_receiver import ReceivingEngine, digest_of, open_sockets, pace
+from tests.support.weight_receiver import ReceivingEngine, children_of, digest_of, open_sockets, pace
 from trainer.megatron.weight_owners import WeightOwners, assign_owners
 from trainer.weights.weight_export import WeightExport
 
@@ -79,7 +79,7 @@ class Ranks:
         await self._call("open_group", invite)
         self.sockets[invite.sender] = sorted(set(open_sockets()) - set(before))
         if self.bytes_per_s:
-            pace(self.sockets[invite.sender], self.bytes_per_s, 0, invite.world_size)
+            pace(self.sockets[invite.sender], self.bytes_per_s / children_of(0, invite.world_size))
 
     async def close_weight_group(self, group_name: str) -> None:
         await self._call("close_group", group_name)
@@ -122,13 +122,21 @@ async def receiving_world(
     engines = await asyncio.gather(*starts)
     try:
         if ranks.bytes_per_s:  # a receiver passes the buckets of all senders on
-            for engine in engines:
-                await engine.command("limit", bytes_per_s=ranks.bytes_per_s / len(ranks.exports))
+            for number, engine in enumerate(engines):
+                children = _children_of(number, len(engines), len(ranks.exports))
+                await engine.command("limit", bytes_per_s=ranks.bytes_per_s / max(1, children))
         world = world_of(folder, ranks, engines)
         await world.sync.start_from_version(0, folder)
         yield world
     finally:
         await asyncio.gather(*(engine.end() for engine in engines))
+
+
+def _children_of(number: int, num_engines: int, num_senders: int) -> int:
+    """Return how many sends of an engine there are in the groups of all senders (`EngineGroups._shift`)."""
+    shifts = [sender * num_engines // num_senders for sender in range(num_senders)]
+    ranks = [1 + (number + shift) % num_engines for shift in shifts]
+    return sum(children_of(rank, num_engines + 1) for rank in ranks)
 
 
 def world_of(folder: Path, ranks: Ranks, engines: Sequence[Any]) -> World:

@@ -157,12 +157,16 @@ def open_sockets() -> dict[int, tuple[int, int]]:
     return found
 
 
-def pace(sockets: Iterable[int], bytes_per_s: float, rank: int, world_size: int) -> None:
-    """Limit what a rank sends in a broadcast to all its children in Gloo's tree together."""
-    children = sum(rank < 1 << step and rank + (1 << step) < world_size for step in range(world_size))
+def children_of(rank: int, world_size: int) -> int:
+    """Return to how many ranks one passes a broadcast on, in Gloo's tree."""
+    return sum(rank < 1 << step and rank + (1 << step) < world_size for step in range(world_size))
+
+
+def pace(sockets: Iterable[int], bytes_per_s: float) -> None:
+    """Limit what is sent through each of some sockets."""
     for descriptor in sockets:
         with socket.socket(fileno=os.dup(descriptor)) as each:
-            each.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, int(bytes_per_s / max(1, children)))
+            each.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, int(bytes_per_s))
 
 
 _MAX_PACING_RATE: Final = 47
@@ -202,7 +206,7 @@ def main(arguments: Sequence[str]) -> None:
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         members[name] = group, GroupMember(group, rank)
         if rate:
-            pace(set(open_sockets()) - set(before), rate, rank, world_size)
+            pace(set(open_sockets()) - set(before), rate)
 
     def take(*, names: list[str], sizes: list[int], number: int) -> str:
         data = [torch.empty(size, dtype=torch.uint8) for size in sizes]
