@@ -36,6 +36,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only mod
 from async_rl.engine_protocol import DiskUpdate, DistributedUpdate, GroupInvite, TensorUpdate, group_of
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import free_port
+from async_rl.planning.update_costs import broadcast_s
 from async_rl.runtime.files import sync
 from async_rl.weights.buckets import spec_of
 from async_rl.weights.relay import BucketRelay
@@ -317,7 +319,8 @@ async def measure_scaling(receivers: int, senders: int, num_buckets: int, scratc
     """Send buckets from some ranks to some engines, each process with a limit to what it sends.
 
     `limit_seconds` is what the busiest process has sent or received, by the bytes that its sockets count, at
-    that rate. In Gloo's tree receivers send, too.
+    that rate. In Gloo's tree receivers send, too. `predicted_seconds` is what `async-rl plan` computes for
+    links of which only sending is limited.
     """
     ranks = Ranks(senders, PACED_BUCKET_BYTES, even_tensors(PACED_BUCKET_BYTES, num_buckets))
     ranks.bytes_per_s = PACED_BYTES_PER_S
@@ -338,6 +341,14 @@ async def measure_scaling(receivers: int, senders: int, num_buckets: int, scratc
             [b - a for a, b in zip(*each, strict=True)] for each in zip(before, await moved(), strict=True)
         ]
     limit_s = max(max(each) for each in own) / PACED_BYTES_PER_S
+    predicted_s = broadcast_s(
+        ceil(num_buckets / senders),
+        PACED_BUCKET_BYTES / PACED_BYTES_PER_S,
+        0.0,
+        receivers=receivers,
+        width=senders,
+        is_tree=True,
+    )
     return {
         "receivers": receivers,
         "senders": senders,
@@ -345,6 +356,7 @@ async def measure_scaling(receivers: int, senders: int, num_buckets: int, scratc
         "bytes_of_rank0": own[0][0],
         "most_bytes_of_a_sender": max(each[0] for each in own[:senders]),
         "seconds": seconds,
+        "predicted_seconds": predicted_s,
         "limit_seconds": limit_s,
         "x limit": seconds / limit_s,
     }

@@ -91,14 +91,19 @@ def _add_check_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_check(parsed: argparse.Namespace) -> int:
-    if parsed.memory or parsed.gpu is not None:
-        from async_rl.cli.memory import show_memory
-
-        return show_memory(parsed.config, parsed.overrides, parsed.gpu)
+    from async_rl.cli.memory import show_memory
+    from async_rl.cli.plan import describe_update
     from async_rl.config import load_config
+    from async_rl.errors import ConfigError
+
+    if parsed.gpus_per_node is not None and parsed.gpus_per_node < 1:
+        raise ConfigError(f"--gpus-per-node is {parsed.gpus_per_node}: a node has at least 1")
+    if parsed.memory or parsed.gpu is not None:
+        for line in describe_update(load_config(parsed.config, parsed.overrides), parsed.gpus_per_node):
+            print_text(line)
+        return show_memory(parsed.config, parsed.overrides, parsed.gpu)
     from async_rl.config.reference import resolved_yaml
     from async_rl.data.dataset import load_run_tasks, load_validation, prompt_rule
-    from async_rl.errors import ConfigError
     from async_rl.run.folder import check_run_folder
     from async_rl.run.identity import check_identity
     from async_rl.run.placement_table import gpus_of_a_node, placement_table
@@ -118,8 +123,8 @@ def _run_check(parsed: argparse.Namespace) -> int:
         findings += try_rewards(config, sets)
     if config.sft.path is not None:
         findings += check_sft(config)
-    if parsed.gpus_per_node is not None and parsed.gpus_per_node < 1:
-        raise ConfigError(f"--gpus-per-node is {parsed.gpus_per_node}: a node has at least 1")
+    if trains:
+        findings += describe_update(config, parsed.gpus_per_node)
     if gpus := parsed.gpus_per_node or gpus_of_a_node(config):
         findings += placement_table(config, gpus)
     if parsed.here:

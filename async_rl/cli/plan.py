@@ -26,8 +26,11 @@ from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.observability.text_console import TextConsole
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.planning.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
+from async_rl.planning.update_costs import estimate_update
 from async_rl.planning.workload import Workload
 from async_rl.run.folder import find_run_folder
+from async_rl.run.memory_estimate import version_bytes
+from async_rl.run.placement_table import gpus_of_a_node
 from async_rl.run.preflight import require_tasks
 from async_rl.runtime.printable import print_text
 
@@ -83,8 +86,18 @@ def plan(
     how = _convert_figures(simulation, PlannedRun)
     base = num_engines(config)
     measured = read_costs(costs or MEASURED_COSTS)
+    is_computed = run_dir is None and "sync_s" not in figures
+    num_bytes = version_bytes(config) if is_computed else 0
+    updates = [f"pause of an update {workload.sync_s:.3g} s"]
+    if is_computed:
+        updates = [] if num_bytes else [f"{updates[0]}, as model.path does not say the model's size"]
     plans, loads, sentences = [], [], []
     for number in engines or (base,):
+        if num_bytes:
+            update = estimate_update(config, workload, num_bytes, number, gpus_of_a_node(config))
+            update = update._replace(publish_s=figures.get("publish_s", update.publish_s))
+            workload = replace(workload, sync_s=update.pause_s, publish_s=update.publish_s)
+            updates.append(str(update))
         job, work = with_engines(config, workload, number, grow=grow)
         if "coarsen" not in simulation:
             how = replace(how, coarsen=coarsening(job))
@@ -105,8 +118,23 @@ def plan(
         ]
         print_text(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
     else:
-        _show(TextConsole(), workload, plans, loads, sentences, remark)
+        _show(TextConsole(), _assumptions(workload, updates), plans, loads, sentences, remark)
     return 0
+
+
+def describe_update(config: Config, gpus_per_node: int | None) -> list[str]:
+    """Return a line on what a weight update is expected to take, if the size of a version is known.
+
+    Args:
+        config: The run's config.
+        gpus_per_node: As for `estimate_update`; None takes those of this machine.
+    """
+    num_bytes = version_bytes(config)
+    if not num_bytes:
+        return []
+    gpus = gpus_of_a_node(config) if gpus_per_node is None else gpus_per_node
+    update = estimate_update(config, Workload(), num_bytes, num_engines(config), gpus)
+    return [f"weights by {config.weights.transport}: {update}"]
 
 
 def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float]) -> Workload:
@@ -388,7 +416,7 @@ def _routing_row_bytes(config: Config) -> tuple[int, str]:
 
 def _show(
     console: TextConsole,
-    workload: Workload,
+    assumptions: str,
     plans: Sequence[JobPlan],
     loads: Sequence[ProcessLoad],
     sentences: Sequence[str],
@@ -400,7 +428,7 @@ def _show(
         table.add_column(f"{plan.engines:,}", justify="right")
     for name, cells in table_rows(plans) + load_rows(loads):
         table.add_row(name, *cells)
-    console.print(_assumptions(workload), soft_wrap=True)
+    console.print(assumptions, soft_wrap=True)
     console.print(table)
     for plan, sentence in zip(plans, sentences, strict=True):
         console.print(f"{plan.engines:,} engines: {sentence}", soft_wrap=True)
@@ -445,7 +473,7 @@ def load_rows(loads: Sequence[ProcessLoad]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _assumptions(w: Workload) -> str:
+def _assumptions(w: Workload, updates: Sequence[str]) -> str:
     answers = (
         f"answers of {w.mean_tokens:,.0f} tokens"
         if w.sigma == 0
@@ -462,7 +490,7 @@ def _assumptions(w: Workload) -> str:
         f"Assumed: prompts of {w.prompt_tokens:,} tokens; {answers}{turns}; a decode step of "
         f"{w.decode_base_s * 1e3:.3g} + {w.decode_per_call_s * 1e3:.3g} · calls ms; prefill "
         f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}; publishing {w.publish_s:.3g} s{copying}, "
-        f"pause of an update {w.sync_s:.3g} s; {w.routing_row_bytes} bytes of routing rows a token."
+        f"{' to '.join(dict.fromkeys(updates))}; {w.routing_row_bytes} bytes of routing rows a token."
     )
 
 

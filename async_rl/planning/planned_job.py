@@ -314,7 +314,7 @@ class _Job:
         ages = np.concatenate(trainer.staleness)
         lengths = np.concatenate(trainer.lengths)
         dropped = records[-1].dropped - observer.records[self._simulation.warmup - 1].dropped
-        queued = np.array(observer.queued) * coarsen
+        queued = np.array(observer.queued or [0]) * coarsen  # none if the job took less than a second
         rows, tokens = workload.routing_row_bytes, workload.trajectory_tokens
         frame_bytes = tokens * (FRAME_BYTES + rows)
         limit = self.config.max_outstanding_groups * self.config.rollout.group_size
@@ -345,7 +345,7 @@ class _Job:
             queue_bytes=int(queued.mean() * frame_bytes),
             queue_bytes_peak=int(queued.max() * frame_bytes),
             batch_bytes=int(self._config.batch_trajectories * tokens * (_BATCH_BYTES + rows)),
-            admission_closed=float(np.mean(np.array(observer.outstanding) >= limit)),
+            admission_closed=float(np.mean(np.array(observer.outstanding or [0]) >= limit)),
             coarsen=coarsen,
             scale=scale,
         )

@@ -16,11 +16,11 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Final, overload
+from typing import Annotated, Any, Final, overload
 
 import numpy as np
 
-from async_rl.config.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
+from async_rl.config.base import Meta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 from async_rl.planning.coarse_engine import MARKS, mark
 from async_rl.rollout.session.api import Session
 from async_rl.types import Completion, Int32Array, Task
@@ -56,9 +56,25 @@ class Workload(Strict, frozen=True, kw_only=True):
     prefill_tokens_per_s: PositiveFloat = 30000.0
     """Prefill speed of an engine."""
     sync_s: NonNegativeFloat = 5.0
-    """Pause of an engine in a weight update, seconds."""
+    """Pause of an engine in a weight update, seconds; default: computed from the following rates and the size
+    of the model, if `model.path` says it, else 5."""
     publish_s: NonNegativeFloat = 0.0
-    """Seconds in which the trainer writes weights while engines continue."""
+    """Seconds in which the trainer writes weights while engines continue; default: computed with the pause,
+    else 0."""
+    link_bytes_per_s: PositiveFloat = 45e9
+    """What a trainer rank sends to engines, and what a rank of an engine receives; default: 400 Gbit/s for
+    each, less what protocols take."""
+    gather_bytes_per_s: PositiveFloat = 20e9
+    """What a sending rank gathers from its neighbours and copies into buckets; default: a 30B model in 3 s,
+    because it is gathered parameter by parameter; not measured."""
+    load_bytes_per_s: PositiveFloat = 100e9
+    """What a rank of an engine copies from buckets into its parameters; default: with the request, 10 ms for
+    a bucket of 256 MiB; not measured."""
+    update_request_s: NonNegativeFloat = 0.007
+    """Seconds that a request to take buckets adds; default: as for the copies."""
+    received_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the model that a rank of an engine receives; default: all, as SGLang takes every tensor whole;
+    1 / tp_size for a loader that takes shards."""
     snapshot_s: NonNegativeFloat = 0.0
     """Seconds in which the trainer pauses to copy them (`weights.overlap`)."""
     train_tokens_per_s: PositiveFloat | None = None
@@ -72,7 +88,7 @@ class Workload(Strict, frozen=True, kw_only=True):
     network_bytes_per_s: PositiveFloat = 3e9
     """What a node receives at most; default: 25 Gbit/s."""
     disk_bytes_per_s: PositiveFloat = 2e9
-    """What a node writes at most; default: one NVMe drive."""
+    """What a node writes or reads at most; default: one NVMe drive."""
     engines_per_node: PositiveFloat = 4.0
     """Engines on one node; rollout workers are spread over as many nodes (`queue.spool_dir`)."""
 

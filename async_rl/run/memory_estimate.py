@@ -81,6 +81,18 @@ def estimate_devices(config: Config, gpu: int | None) -> list[DeviceUse]:
     return uses
 
 
+def version_bytes(config: Config) -> int:
+    """Return the size of a weight version, bytes: the model, or its adapter; 0 if nothing says it.
+
+    As in `estimate_devices`, config.json says it; where it does not, the files of the weights do.
+    """
+    try:
+        memory = _trainer_memory(config, None)
+    except ConfigError:
+        return weights_bytes(config.model.path) if config.adapters is None else 0
+    return memory.adapter_bytes or memory.model_bytes
+
+
 def nearest_change(load: Load, gpu: int) -> list[str] | None:
     """Return the fewest changes of settings that make everything fit, or None if none is found.
 

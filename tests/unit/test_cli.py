@@ -15,6 +15,7 @@ from async_rl.cli.main import main
 from async_rl.cli.plan import calibrate
 from async_rl.config import load_config, reference
 from async_rl.observability.records import StepRecord, step_record_log
+from async_rl.run.memory_estimate import version_bytes
 from async_rl.runtime import yaml12
 from tests.support.run_config import write_run
 
@@ -54,6 +55,7 @@ def test_check_prints_what_follows_and_the_config_when_it_is_asked_for(
     assert "data: 2 tasks" in out
     assert "groups dispatched and not yet trained, at most: 4" in out
     assert "placement on" in out
+    assert "weights by disk: pause of an update" in out
     assert not (tmp_path / "runs").exists()
 
 
@@ -185,7 +187,8 @@ def test_there_is_a_plan_for_each_number_of_engines_as_a_table_or_json(
     assert "answers lognormal, mean 8, sigma 0.8, cut at 32" in out
     assert "\n1 engines: " in out
     assert "\n2 engines: " in out
-    assert main([*command, "--sigma", "0", "--mean-tokens", "16", "--json", "--engines", "2"]) == 0
+    command += ["--sigma", "0", "--mean-tokens", "16", "--sync-s", "5"]
+    assert main([*command, "--json", "--engines", "2"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["workload"]["mean_tokens"] == 16
     (plan,) = found["plans"]
@@ -200,7 +203,7 @@ def test_queue_is_named_when_the_plan_needs_a_larger_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = str(write_run(tmp_path))
-    rows = ["--routing-row-bytes", "100000", "--sigma", "0"]
+    rows = ["--routing-row-bytes", "100000", "--sigma", "0", "--sync-s", "5"]
     assert main(["plan", path, "queue.max_bytes=1048576", *rows, *QUICK, "--json"]) == 0
     (plan,) = json.loads(capsys.readouterr().out)["plans"]
     assert plan["queue_bytes_peak"] > 1 << 20
@@ -220,6 +223,32 @@ def test_overlap_is_advised_when_the_trainer_stands_still_for_weight_updates(
         line = next(line for line in out.splitlines() if "during weight updates" in line)
         still.append(float(line.split()[-2].removesuffix("%")))
     assert still[1] < still[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("words", "pause_s", "publish_s", "said"),
+    [
+        ([], 0.1, 0.1, " by arithmetic (publish 0.1 s, load 0.1 s)"),
+        (["--publish-s", "3"], 0.1, 3.0, " by arithmetic (publish 3 s, load 0.1 s)"),
+        (["--sync-s", "2"], 2.0, 0.0, ""),
+        (["model.path=/nowhere"], 5.0, 0.0, ", as model.path does not say the model's size"),
+    ],
+)
+def test_the_pause_of_an_update_is_computed_when_nothing_says_it_and_the_model_is_there(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    pause_s: float,
+    publish_s: float,
+    said: str,
+) -> None:
+    path = write_run(tmp_path)
+    speed = ["--disk-bytes-per-s", str(10 * version_bytes(load_config(path)))]
+    assert main(["plan", str(path), *words, *speed, *QUICK, "--json"]) == 0
+    workload = json.loads(capsys.readouterr().out)["workload"]
+    assert (workload["sync_s"], workload["publish_s"]) == pytest.approx((pause_s, publish_s))
+    assert main(["plan", str(path), *words, *speed, *QUICK]) == 0
+    assert f"pause of an update {pause_s:g} s{said}; " in capsys.readouterr().out
 
 
 def test_speeds_and_lengths_are_those_of_its_later_steps_when_a_past_run_is_given(tmp_path: Path) -> None:
