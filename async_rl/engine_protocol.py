@@ -221,7 +221,7 @@ class DistributedUpdate(msgspec.Struct, frozen=True, kw_only=True, tag="distribu
     """What the names of the groups, one per sender, begin with: see `group_of`."""
     buckets: tuple[WeightBucket, ...]
     is_concurrent: bool = False
-    """Whether the engine receives consecutive buckets of different senders at the same time."""
+    """Whether the engine receives consecutive buckets of different senders at the same time, in parts."""
 
     def rounds(self) -> Iterator[list[WeightBucket]]:
         """Yield the buckets that are received at the same time, in order."""
@@ -261,6 +261,8 @@ class GroupInvite(msgspec.Struct, frozen=True, kw_only=True):
     """That of all senders together."""
     sender: int = 0
     """The trainer rank that is rank 0 of the group."""
+    is_concurrent: bool = False
+    """As `DistributedUpdate.is_concurrent`, of all its engines."""
     backend: Literal["nccl", "gloo"]
     host: str
     port: int

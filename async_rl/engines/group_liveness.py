@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -36,6 +37,7 @@ _BEAT_S: Final = 0.5
 _BLOCKING_WAIT: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _ABORTED: Final = "aborted"
 _RECEIVED: Final = "received"
+_PARTS: Final = 8
 _LONGEST_PAUSE_S: Final = 0.005
 """Between two looks at an operation: short beside the transfer of a bucket."""
 
@@ -43,6 +45,32 @@ _LONGEST_PAUSE_S: Final = 0.005
 def store_of(group: dist.ProcessGroup) -> c10d.Store:
     """Return the store through which a group was made; all members see the same keys."""
     return c10d._world.pg_map[group][1]
+
+
+class Broadcast:
+    """A broadcast from rank 0 that has begun.
+
+    A rank of Gloo's tree passes a tensor on when it has received all of it (gloo/broadcast.cc). In parts that
+    follow each other, the ranks of a path receive and send at the same time.
+    """
+
+    def __init__(self, data: torch.Tensor, group: dist.ProcessGroup, *, in_parts: bool) -> None:
+        """Begin to send `data`, or to fill it; all members must do it in parts, or none."""
+        parts = data.tensor_split(_PARTS if in_parts and dist.get_backend(group) == "gloo" else 1)
+        self._works = [dist.broadcast(part, src=0, group=group, async_op=True) for part in parts if len(part)]
+
+    def is_completed(self) -> bool:
+        """Return whether it has ended, or failed."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Wait for its end.
+
+        Raises:
+            RuntimeError: When another member has failed.
+        """
+        for work in self._works:
+            work.wait()
 
 
 def wait_until(

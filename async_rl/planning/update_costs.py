@@ -24,6 +24,10 @@ _DELTA_SHARE: Final = 0.1
 """Bytes of a delta over those of the model, at the small learning rates for which deltas are made."""
 
 
+_PARTS: Final = 8
+"""In which a bucket passes through Gloo's tree (`engines.group_liveness`, which needs torch)."""
+
+
 class UpdateEstimate(NamedTuple):
     """What an update is expected to take, seconds."""
 
@@ -127,18 +131,21 @@ def broadcast_s(
         send_s: Seconds in which a process sends a bucket once.
         receive_s: Seconds in which it receives one.
         receivers: Ranks in a group beside its sender.
-        width: Senders of a round. A receiver divides its link among their groups.
+        width: Senders of a round. A receiver has another rank in the group of each.
         groups: Groups of one sender, each of which gets the bucket.
-        is_tree: Whether ranks pass whole buckets on, as Gloo's do; NCCL's pass on what arrives.
+        is_tree: Whether ranks pass whole parts of buckets on, as Gloo's do; NCCL's pass on what arrives.
 
     **Source**: gloo/broadcast.cc. Rank r sends to each r + 2^i with 2^i > r. The last rank that a bucket
     reaches has it by way of ranks 0, 1, 3, 7 and so on, which send the most.
     """
-    world = receivers + 1
-    path = [_num_children(2**hop - 1, world) for hop in range(world.bit_length())] if is_tree else [1]
-    sent_s = [path[0] * groups * send_s, *(children * width * send_s for children in path[1:])]
-    received_s = width * receive_s
-    return max(sum(sent_s), received_s) + (rounds - 1) * max(*sent_s, received_s)
+    sent, passed_on, path = 1, 0, 0
+    if is_tree:
+        world = receivers + 1
+        sent = _num_children(0, world)
+        passed_on = sum(_num_children(1 + number * receivers // width, world) for number in range(width))
+        path = sum(_num_children(2**hop - 1, world) for hop in range(1, world.bit_length()))
+    busiest_s = max(sent * groups * send_s, passed_on * send_s, width * receive_s)
+    return rounds * busiest_s + path * send_s / _PARTS
 
 
 def _num_children(rank: int, world: int) -> int:

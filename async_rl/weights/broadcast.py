@@ -23,7 +23,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from async_rl.engine_protocol import GroupInvite, group_of
-from async_rl.engines.group_liveness import CHECK_S, SILENT_S, SilenceMonitor, blocking_waits, wait_until
+from async_rl.engines.group_liveness import (
+    CHECK_S,
+    SILENT_S,
+    Broadcast,
+    SilenceMonitor,
+    blocking_waits,
+    wait_until,
+)
 from async_rl.errors import WeightSyncError
 from async_rl.trainer_protocol import SendReport
 
@@ -72,8 +79,9 @@ class WeightGroup:
         self.name = group_of(invite.group_name, invite.sender)
         self.silent: list[int] = []
         """The ranks because of which the group was aborted: their processes do not run."""
+        self._is_concurrent = invite.is_concurrent
         self._is_aborted = threading.Event()
-        self._pending: dist.Work | None = None
+        self._pending: Broadcast | None = None
         self._num_sent = 0
         self._timeout_s = timeout_s
         join_s = min(_JOIN_S, timeout_s)
@@ -114,7 +122,7 @@ class WeightGroup:
         with self._aborted_on_failure():
             if self._is_aborted.is_set():
                 raise WeightSyncError("the driver has aborted the update")
-            self._pending = dist.broadcast(data, src=0, group=self._group, async_op=True)
+            self._pending = Broadcast(data, self._group, in_parts=self._is_concurrent)
 
     def wait(self) -> None:
         """Wait until what was started is sent.

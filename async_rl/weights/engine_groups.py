@@ -163,6 +163,7 @@ class EngineGroups:
             invite = GroupInvite(
                 group_name=name,
                 sender=sender,
+                is_concurrent=all(self.are_concurrent(engine.engine_id) for engine in members),
                 backend="nccl" if self._routes.weight_backend == "nccl" else "gloo",
                 host=host,
                 port=port,

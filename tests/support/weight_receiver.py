@@ -96,7 +96,9 @@ class ReceivingEngine:
             for number, buckets in enumerate(update.rounds()):
                 names = [group_of(update.group_name, bucket.sender) for bucket in buckets]
                 sizes = [bucket.num_bytes for bucket in buckets]
-                answer = await self.command("receive", names=names, sizes=sizes, number=number)
+                answer = await self.command(
+                    "receive", names=names, sizes=sizes, number=number, in_parts=update.is_concurrent
+                )
                 if answer["error"]:
                     raise WeightsNotReceived(f"{self.engine_id}: {answer['error']}")
                 digest.update(answer["digest"].encode())
@@ -208,14 +210,14 @@ def main(arguments: Sequence[str]) -> None:
         if rate:
             pace(set(open_sockets()) - set(before), rate)
 
-    def take(*, names: list[str], sizes: list[int], number: int) -> str:
+    def take(*, names: list[str], sizes: list[int], number: int, in_parts: bool) -> str:
         data = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if number == int(at) and when == "before":
             strike()
         if number == int(at) and when == "during":
             threading.Timer(0.005, strike).start()
         try:
-            receive([members[name][1] for name in names], data)
+            receive([members[name][1] for name in names], data, in_parts=in_parts)
         except (RuntimeError, WeightSyncError):
             for name in names:
                 del members[name]

@@ -18,9 +18,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from async_rl.engines.group_liveness import GroupHeartbeat, blocking_waits, wait_until
+from async_rl.engines.group_liveness import Broadcast, GroupHeartbeat, blocking_waits, wait_until
 from async_rl.engines.sglang.aborted_rows import SUPPORTED, hash_source
-from async_rl.engines.sglang.group_names import split_groups
+from async_rl.engines.sglang.group_names import are_joined, split_groups
 from async_rl.errors import ABORTED, WeightSyncError
 
 _SOURCE: Final = "88c2f945ea177be270c6a24ad979f86427c3067f0b497885673aabbaf38ee0cd"
@@ -37,11 +37,11 @@ class GroupMember:
         """Tell the sender from now on that this process lives."""
         self._group = group
         self._heartbeat = GroupHeartbeat(group, rank)
-        self._work: dist.Work | None = None
+        self._work: Broadcast | None = None
 
-    def begin_receiving(self, data: torch.Tensor) -> None:
+    def begin_receiving(self, data: torch.Tensor, *, in_parts: bool) -> None:
         """Begin to fill `data` by the sender's next broadcast."""
-        self._work = dist.broadcast(data, src=0, group=self._group, async_op=True)
+        self._work = Broadcast(data, self._group, in_parts=in_parts)
 
     def end_receiving(self) -> None:
         """Wait until it is filled.
@@ -67,7 +67,7 @@ class GroupMember:
         self._heartbeat.stop()
 
 
-def receive(members: Sequence[GroupMember], data: Sequence[torch.Tensor]) -> None:
+def receive(members: Sequence[GroupMember], data: Sequence[torch.Tensor], *, in_parts: bool) -> None:
     """Receive the next broadcast of several senders at the same time.
 
     Raises:
@@ -76,7 +76,7 @@ def receive(members: Sequence[GroupMember], data: Sequence[torch.Tensor]) -> Non
     """
     try:
         for member, part in zip(members, data, strict=True):
-            member.begin_receiving(part)
+            member.begin_receiving(part, in_parts=in_parts)
         for member in members:
             member.end_receiving()
     except (RuntimeError, WeightSyncError):
@@ -158,9 +158,8 @@ def make_groups_abortable() -> None:
             )
         failure: Exception | None = None
         try:
-            receive(
-                [members[name] for name, _ in groups], [bucket.get_flattened_tensor() for bucket in buckets]
-            )
+            data = [bucket.get_flattened_tensor() for bucket in buckets]
+            receive([members[name] for name, _ in groups], data, in_parts=are_joined(group_name))
         except (RuntimeError, WeightSyncError) as error:
             failure = error
         parallel = get_parallel()

@@ -18,6 +18,11 @@ def join_groups(groups: Iterable[tuple[str, int]]) -> str:
     return ",".join(f"{name}:{count}" for name, count in groups)
 
 
+def are_joined(name: str) -> bool:
+    """Return whether `join_groups` has made a name: the driver knows that the server reads it."""
+    return ":" in name
+
+
 def split_groups(name: str, count: int) -> list[tuple[str, int]]:
     """Return what `join_groups` was given; a plain name is of a group in which `count` tensors are received.
 
@@ -25,7 +30,7 @@ def split_groups(name: str, count: int) -> list[tuple[str, int]]:
         >>> split_groups("w-0:3,w-8:1", 4), split_groups("w-0", 4)
         ([('w-0', 3), ('w-8', 1)], [('w-0', 4)])
     """
-    if ":" not in name:
+    if not are_joined(name):
         return [(name, count)]
     parts = (part.rpartition(":") for part in name.split(","))
     return [(group, int(number)) for group, _, number in parts]
