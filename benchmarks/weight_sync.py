@@ -34,7 +34,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -150,7 +150,10 @@ class Sender:
         async def fill(number: int) -> list[bytes]:
             return await asyncio.to_thread(self._export.share_bucket, number, self._bucket_bytes, 1)
 
-        relay = BucketRelay(["engine"], len(self._plan), fill)
+        async def find_dead(readers: Sequence[str]) -> Sequence[str]:
+            return ()
+
+        relay = BucketRelay(["engine"], len(self._plan), fill, find_dead)
         buckets = partial(relay.buckets, "engine")
         return await self._update(
             TensorUpdate, relay.fetch_buckets(), num_buckets=len(self._plan), buckets=buckets

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from async_rl.engine_protocol import DistributedUpdate, Engine, TensorUpdate, WeightBucket, WeightUpdate
 from async_rl.errors import EngineError
+from async_rl.runtime.supervision import run_together
 from async_rl.runtime.waits import waiting
 from async_rl.trainer_protocol import Trainer
 from async_rl.weights.engine_groups import EngineGroups
 from async_rl.weights.relay import BucketRelay
+
+_PROBE_S: Final = 2.0
+"""How long an engine for which all others wait may take to say that it lives."""
 
 
 class Sent(msgspec.Struct, frozen=True, kw_only=True):
@@ -154,8 +158,9 @@ class SharedMemorySender:
         self._tp_size = tp_size
         self._bucket_bytes = bucket_bytes
         self._buckets: tuple[WeightBucket, ...] = ()
+        self._engines: dict[str, Engine] = {}
         self._gather_s = 0.0
-        self._relay: BucketRelay[Mapping[str, Sequence[bytes]]] = BucketRelay([], 0, self._share_bucket)
+        self._relay = self._new_relay([])
 
     async def plan_buckets(self) -> None:
         """Implements `BucketSender.plan_buckets`."""
@@ -163,6 +168,7 @@ class SharedMemorySender:
 
     async def connect(self, engines: Sequence[Engine]) -> Mapping[Engine, EngineError]:
         """Implements `BucketSender.connect`."""
+        self._engines = {engine.engine_id: engine for engine in engines}
         return {}
 
     def forget(self, engine_id: str) -> None:
@@ -171,7 +177,7 @@ class SharedMemorySender:
     def begin_sending(self, engine_ids: Sequence[str]) -> None:
         """Implements `BucketSender.begin_sending`."""
         self._gather_s = 0.0
-        self._relay = BucketRelay(engine_ids, len(self._buckets), self._share_bucket)
+        self._relay = self._new_relay(engine_ids)
 
     def update_for(self, engine_id: str, version: int) -> WeightUpdate:
         """Implements `BucketSender.update_for`."""
@@ -186,7 +192,11 @@ class SharedMemorySender:
     async def send_buckets(self) -> Sent:
         """Implements `BucketSender.send_buckets`."""
         await self._relay.fetch_buckets()
-        return Sent(gather_s=self._gather_s, num_bytes=sum(bucket.num_bytes for bucket in self._buckets))
+        return Sent(
+            silent=frozenset(self._engines[engine_id] for engine_id in self._relay.dead),
+            gather_s=self._gather_s,
+            num_bytes=sum(bucket.num_bytes for bucket in self._buckets),
+        )
 
     async def give_up(self, engine_id: str) -> Collection[str]:
         """Implements `BucketSender.give_up`: the others read on."""
@@ -195,6 +205,23 @@ class SharedMemorySender:
     def end_receiving(self, engine_id: str) -> None:
         """Implements `BucketSender.end_receiving`."""
         self._relay.remove_reader(engine_id)
+
+    def _new_relay(self, engine_ids: Sequence[str]) -> BucketRelay[Mapping[str, Sequence[bytes]]]:
+        return BucketRelay(engine_ids, len(self._buckets), self._share_bucket, self._find_dead)
+
+    async def _find_dead(self, engine_ids: Sequence[str]) -> Sequence[str]:
+        """Return the engines that do not answer."""
+
+        async def has_died(engine_id: str) -> bool:
+            try:
+                async with asyncio.timeout(_PROBE_S):
+                    await self._engines[engine_id].health()
+            except (EngineError, TimeoutError):
+                return True
+            return False
+
+        died = await run_together((f"probe {each}", has_died(each)) for each in engine_ids)
+        return [engine_id for engine_id, has in zip(engine_ids, died, strict=True) if has]
 
     async def _share_bucket(self, number: int) -> Mapping[str, Sequence[bytes]]:
         """Return a bucket in shared memory: for each reader as many payloads as it has ranks."""

@@ -10,12 +10,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
 from async_rl.errors import WeightSyncError
 
 T = TypeVar("T")
+
+_SILENT_S: Final = 8.0
+"""How long the trainer waits for a reader before it looks whether that lives."""
 
 BUFFERS: Final = 2
 """Buckets that exist at a time: one is filled while another is read."""
@@ -29,7 +32,11 @@ class BucketRelay(Generic[T]):
     """
 
     def __init__(
-        self, readers: Iterable[str], num_buckets: int, fetch: Callable[[int], Awaitable[T]]
+        self,
+        readers: Iterable[str],
+        num_buckets: int,
+        fetch: Callable[[int], Awaitable[T]],
+        find_dead: Callable[[Sequence[str]], Awaitable[Sequence[str]]],
     ) -> None:
         """Start with no bucket.
 
@@ -37,10 +44,14 @@ class BucketRelay(Generic[T]):
             readers: Engines that read all buckets, or are removed.
             num_buckets: Number of buckets.
             fetch: Fills a bucket; called in order, one call at a time.
+            find_dead: Returns which of some readers do not answer; bounded in time.
         """
         self._done = dict.fromkeys(readers, 0)
         self._num_buckets = num_buckets
         self._fetch = fetch
+        self._find_dead = find_dead
+        self.dead: list[str] = []
+        """Readers that were removed because they did not answer."""
         self._buckets: list[T] = []
         self._error: Exception | None = None
         self._changed = asyncio.Event()
@@ -62,19 +73,33 @@ class BucketRelay(Generic[T]):
                     self._buckets.append(await self._fetch(len(self._buckets)))
                     self._wake()
                 else:
-                    await self._changed.wait()
+                    await self._wait_for_readers()
         except Exception as error:
             self._error = error
             self._wake()
             raise
 
+    async def _wait_for_readers(self) -> None:
+        """Wait until a reader is further, or removed. Slow readers are waited for, dead ones removed."""
+        try:
+            async with asyncio.timeout(_SILENT_S):
+                await self._changed.wait()
+        except TimeoutError:
+            first = min(self._done.values())
+            dead = await self._find_dead([reader for reader, done in self._done.items() if done == first])
+            self.dead += dead
+            for reader in dead:
+                self.remove_reader(reader)
+
     async def buckets(self, reader: str) -> AsyncGenerator[T, None]:
         """Yield all buckets in order; each may be read until the next one is requested.
 
         Raises:
-            WeightSyncError: When the trainer has failed.
+            WeightSyncError: When the trainer has failed, or the reader was removed.
         """
         for number in range(self._num_buckets):
+            if reader not in self._done:
+                raise WeightSyncError(f"{reader} was given up after {number} of {self._num_buckets} buckets")
             self._done[reader] = number
             self._wake()
             while number >= len(self._buckets):

@@ -1,4 +1,4 @@
-"""Real servers take weights from two senders, while one of them is stopped or killed."""
+"""Real servers take weights, while one of them is stopped or killed in the middle."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from safetensors.torch import load_file
@@ -18,17 +19,19 @@ pytestmark = [pytest.mark.long, pytest.mark.sglang]
 BUCKET_BYTES = 64 << 10
 
 
+@pytest.mark.parametrize("transport", ["distributed", "tensor"])
 @pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL"])
 async def test_a_server_takes_a_version_although_another_one_fails_in_the_middle(
-    tmp_path: Path, fault: str
+    tmp_path: Path, fault: str, transport: Literal["distributed", "tensor"]
 ) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
     with SGLangWorld(tmp_path / "a") as first, SGLangWorld(tmp_path / "b", index=1) as second:
         tensors = in_trainer_order(load_file(first.weights[1] / "model.safetensors"))
-        ranks, struck = Ranks(2, BUCKET_BYTES, tensors), list[int]()
+        num_senders = 2 if transport == "distributed" else 1
+        ranks, struck = Ranks(num_senders, BUCKET_BYTES, tensors), list[int]()
         engines = [first.engine(), second.engine(engine_id="engine-1")]
-        world = world_of(tmp_path, ranks, engines)
+        world = world_of(tmp_path, ranks, engines, transport)
 
         def strike(number: int) -> None:
             if number > len(tensors) // 2 and not struck:

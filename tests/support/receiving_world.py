@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
@@ -42,7 +42,7 @@ class Ranks:
         """By sender: those of its group."""
         self.exports = [
             WeightExport(
-                lambda: iter(self.tensors.items()),
+                self._all,
                 lambda rank=rank: self._sent_by(rank),
                 lambda: iter(()),
                 rank,
@@ -52,6 +52,11 @@ class Ranks:
             )
             for rank in range(num_senders)
         ]
+
+    def _all(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(self.tensors.items()):
+            self.before_tensor(number)
+            yield name, tensor
 
     def _sent_by(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
         for number, spec in enumerate(self.owners.specs):
@@ -90,6 +95,11 @@ class Ranks:
 
     async def send_weights(self, group_names: list[str], bucket_bytes: int) -> SendReport:
         return SendReport.of_slowest(await self._call("send_weights", group_names, bucket_bytes))
+
+    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+        export = self.exports[0]
+        export.allocate_buffers([each.tensors for each in self.owners.plan_buckets(bucket_bytes)])
+        return await asyncio.to_thread(export.share_bucket, number, bucket_bytes, copies)
 
     async def checksums(self) -> dict[str, str]:
         return self.exports[0].checksums()
@@ -139,7 +149,12 @@ def _children_of(number: int, num_engines: int, num_senders: int) -> int:
     return sum(children_of(rank, num_engines + 1) for rank in ranks)
 
 
-def world_of(folder: Path, ranks: Ranks, engines: Sequence[Any]) -> World:
+def world_of(
+    folder: Path,
+    ranks: Ranks,
+    engines: Sequence[Any],
+    transport: Literal["distributed", "tensor"] = "distributed",
+) -> World:
     """Return what the driver has of ranks and engines, before it starts."""
     pool = EnginePool(Metrics(), time.monotonic)
     for engine in engines:
@@ -154,7 +169,7 @@ def world_of(folder: Path, ranks: Ranks, engines: Sequence[Any]) -> World:
         open_port=open_port,
         local_folder=lambda engine_id: SimpleNamespace(),
     )
-    weights = WeightsConfig(transport="distributed", bucket_bytes=ranks.bucket_bytes, timeout_s=60.0)
+    weights = WeightsConfig(transport=transport, bucket_bytes=ranks.bucket_bytes, timeout_s=60.0)
     sync = WeightSync(
         cast(Config, SimpleNamespace(weights=weights, engine=SGLangEngines(), adapters=None)),
         pool=pool,

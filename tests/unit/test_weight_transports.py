@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 from collections import namedtuple
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -202,9 +203,13 @@ async def read(
     return taken
 
 
+async def none_dead(readers: Sequence[str]) -> Sequence[str]:
+    return ()
+
+
 async def test_no_bucket_is_overwritten_while_somebody_reads_it_when_one_is_slower():
     memory = Memory()
-    relay = BucketRelay(["quick", "slow"], 7, memory.fill)
+    relay = BucketRelay(["quick", "slow"], 7, memory.fill, none_dead)
     async with Nursery() as nursery:
         quick = nursery.start_task("quick", read(relay, memory, "quick", 0))
         slow = nursery.start_task("slow", read(relay, memory, "slow", 9))
@@ -214,7 +219,7 @@ async def test_no_bucket_is_overwritten_while_somebody_reads_it_when_one_is_slow
 
 async def test_the_next_bucket_is_filled_while_one_is_read():
     memory = Memory()
-    relay = BucketRelay(["reader"], 3, memory.fill)
+    relay = BucketRelay(["reader"], 3, memory.fill, none_dead)
     async with Nursery() as nursery:
         nursery.start_task("send", relay.fetch_buckets())
         buckets = relay.buckets("reader")
@@ -227,7 +232,7 @@ async def test_the_next_bucket_is_filled_while_one_is_read():
 
 async def test_the_others_get_everything_when_a_reader_leaves_in_the_middle():
     memory = Memory()
-    relay = BucketRelay(["fails", "reads"], 6, memory.fill)
+    relay = BucketRelay(["fails", "reads"], 6, memory.fill, none_dead)
     async with Nursery() as nursery:
         nursery.start_task("fails", read(relay, memory, "fails", 3, upto=2))
         reads = nursery.start_task("reads", read(relay, memory, "reads", 0))
@@ -237,12 +242,42 @@ async def test_the_others_get_everything_when_a_reader_leaves_in_the_middle():
 
 async def test_nothing_more_is_filled_when_all_readers_have_left():
     memory = Memory()
-    relay = BucketRelay(["reader", "never began"], 6, memory.fill)
+    relay = BucketRelay(["reader", "never began"], 6, memory.fill, none_dead)
     relay.remove_reader("never began")
     async with Nursery() as nursery:
         nursery.start_task("reader", read(relay, memory, "reader", 0, upto=2))
         nursery.start_task("send", relay.fetch_buckets())
     assert memory.fetched[-1] < 5
+
+
+async def test_a_reader_is_given_up_when_all_wait_for_it_and_it_does_not_answer():
+    memory, asked = Memory(), []
+
+    async def find_dead(readers: Sequence[str]) -> Sequence[str]:
+        asked.append(list(readers))
+        return [reader for reader in readers if reader == "stopped"]
+
+    relay = BucketRelay(["reads", "slow", "stopped"], 6, memory.fill, find_dead)
+
+    async def read_slowly() -> list[int]:
+        taken = []
+        async for bucket in relay.buckets("slow"):
+            await asyncio.sleep(9.0)
+            taken.append(bucket)
+        relay.remove_reader("slow")
+        return taken
+
+    async with Nursery() as nursery:
+        stopped = relay.buckets("stopped")
+        reads = nursery.start_task("reads", read(relay, memory, "reads", 0))
+        slow = nursery.start_task("slow", read_slowly())
+        nursery.start_task("send", relay.fetch_buckets())
+        assert await anext(stopped) == 0
+    assert reads.result() == slow.result() == list(range(6))
+    assert (relay.dead, asked[0]) == (["stopped"], ["slow", "stopped"])
+    assert len(asked) > 1  # the slow one was asked again, and lives
+    with pytest.raises(WeightSyncError, match="stopped was given up after 1 of 6 buckets"):
+        await anext(stopped)
 
 
 # -- snapshots ----------------------------------------------------------------------------------------
