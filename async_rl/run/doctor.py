@@ -146,6 +146,7 @@ class Doctor:
             late_s = self._waits.clock() - expected_s
             if late_s > interval_s:  # nothing could make progress while the event loop was blocked
                 self._waits.progressed_s += late_s
+                continue  # and what was due meanwhile has its turn first
             self.check_progress()
 
     def check_progress(self) -> None:

@@ -106,6 +106,18 @@ async def test_time_in_which_the_event_loop_stood_still_is_no_stall(tmp_path: Pa
     assert bench.waits.quiet_s < 40
 
 
+async def test_what_was_due_while_the_event_loop_stood_still_has_its_turn_before_a_stall(
+    tmp_path: Path,
+) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    bench = DoctorBench(tmp_path, "doctor.action=end", clock=loop.time)
+    async with services(doctor=bench.doctor.run_checks):
+        with acting("train loop", waits=bench.waits), waiting("slot"):
+            loop.call_later(46, loop.jump, 1000)  # the doctor has found it quiet once
+            await asyncio.sleep(60)
+
+
 @pytest.mark.real_time
 async def test_code_that_blocks_the_event_loop_is_named(
     caplog: pytest.LogCaptureFixture,
