@@ -114,7 +114,7 @@ async def test_what_was_due_while_the_event_loop_stood_still_has_its_turn_before
     bench = DoctorBench(tmp_path, "doctor.action=end", clock=loop.time)
     async with services(doctor=bench.doctor.run_checks):
         with acting("train loop", waits=bench.waits), waiting("slot"):
-            loop.call_later(46, loop.jump, 1000)  # the doctor has found it quiet once
+            loop.call_later(41, loop.jump, 1000)  # the doctor has found it quiet once
             await asyncio.sleep(60)
 
 
