@@ -82,6 +82,9 @@ from verification.simulation.users import SimulatedChat
 _MAX_REFUSED: Final = 3
 """Calls that an engine may refuse before it is quarantined, beside those that were sent to it at once."""
 
+_BURSTS: Final = 4
+"""How often a worker that cannot report gives calls to an engine that refuses them."""
+
 _REFUSAL_S: Final = 0.1
 """An engine takes so long to refuse a request, so that attempts that fail by it do not use up all steps."""
 
@@ -356,9 +359,10 @@ class FaultyEngine(BreakableEngine):
         if self._refused_status is not None:
             self._meet("refuse_calls")
             self._refused += 1
-            # What a worker has reported may be lost with its link.
+            # What a worker has reported may be lost with its link. One that cannot report gives the engine
+            # calls again after 0.25 s, 0.5 s and so on, until its grants expire.
             num_losses = sum(self._checker.met_faults[kind] for kind in WORKER_FAULTS)
-            if self._refused > _MAX_REFUSED + (1 + num_losses) * self._max_open_calls:
+            if self._refused > _MAX_REFUSED + (1 + _BURSTS * num_losses) * self._max_open_calls:
                 self._checker.fail(f"{self._engine_id} has refused {self._refused} calls, and is given more")
             body = b'{"object":"error","message":"Unauthorized"}'
             raise explain_refusal(self._engine_id, self._refused_status, None, body, now)
