@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -198,6 +198,10 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Its size. The names of torch's types have their bits first: `bfloat16`, `float8_e4m3fn`, `bool`."""
         bits = re.search(r"\d+", self.dtype)
         return math.prod(self.shape) * (int(bits.group()) // 8 if bits else 1)
+
+
+GLOO_PARTS: Final = 8
+"""Parts in which a bucket passes through Gloo's tree, where engines can receive them."""
 
 
 class WeightBucket(msgspec.Struct, frozen=True):

@@ -159,9 +159,8 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
     """Compute lengths and speeds from a past run's steps, as fields of a `Workload`.
 
     The duration of a decode step follows from the measured tokens per second and the slots that the config
-    keeps busy; its division into base and slope keeps the proportion of the defaults. With
-    `weights.transport` `disk` and `delta` engines pause while they load, and the rest of a sync is
-    publishing; with the others they pause during the whole sync.
+    keeps busy; its division into base and slope keeps the proportion of the defaults. Engines pause for all
+    parts of an update but `publish`.
     """
     steady = records[len(records) // _WARM_UP :]
     tokens, sampled = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
@@ -169,10 +168,8 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
     engines, slots = num_engines(config), config.engine.max_running_requests
     running = min(slots, config.rollout.max_concurrent_trajectories / engines)
     rate = sum(r.tokens_per_s for r in steady) / len(steady) / engines
-    sync_s = sum(r.sync_s for r in steady) / len(steady)
-    pause_s = sum(r.pause_s for r in steady) / len(steady)
-    if config.weights.transport not in ("disk", "delta"):
-        pause_s = sync_s
+    updates_s = sum(sum(r.sync_parts.values()) for r in steady) / len(steady)
+    publish_s = sum(r.sync_parts.get("publish", 0.0) for r in steady) / len(steady)
     usual = Workload()
     slower = running / rate / usual.step_s(round(running)) if rate > 0 else 1.0
     return {
@@ -182,8 +179,8 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
         "decode_per_call_s": usual.decode_per_call_s * slower,
         "prefill_tokens_per_s": usual.prefill_tokens_per_s / slower,
         "train_tokens_per_s": tokens / max(1e-9, sum(r.step_s for r in steady)),
-        "sync_s": pause_s,
-        "publish_s": sync_s - pause_s,
+        "sync_s": updates_s - publish_s,
+        "publish_s": publish_s,
     }
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from async_rl.engine_protocol import GLOO_PARTS
 from async_rl.errors import ABORTED, WeightSyncError
 
 SILENT_S: Final = 9.0
@@ -37,7 +38,6 @@ _BEAT_S: Final = 0.5
 _BLOCKING_WAIT: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _ABORTED: Final = "aborted"
 _RECEIVED: Final = "received"
-_PARTS: Final = 8
 _LONGEST_PAUSE_S: Final = 0.005
 """Between two looks at an operation: short beside the transfer of a bucket."""
 
@@ -56,7 +56,7 @@ class Broadcast:
 
     def __init__(self, data: torch.Tensor, group: dist.ProcessGroup, *, in_parts: bool) -> None:
         """Begin to send `data`, or to fill it; all members must do it in parts, or none."""
-        parts = data.tensor_split(_PARTS if in_parts and dist.get_backend(group) == "gloo" else 1)
+        parts = data.tensor_split(GLOO_PARTS if in_parts and dist.get_backend(group) == "gloo" else 1)
         self._works = [dist.broadcast(part, src=0, group=group, async_op=True) for part in parts if len(part)]
 
     def is_completed(self) -> bool:

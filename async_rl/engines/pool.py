@@ -117,6 +117,11 @@ class EngineRecord:
         )
 
     @property
+    def has_version(self) -> bool:
+        """Whether it has served since it was started; one that joins may take part in an update before."""
+        return self.weight_version >= 0
+
+    @property
     def needs_repair(self) -> bool:
         """Whether only `repair` can make it serve (again)."""
         return self.state is EngineState.QUARANTINED or (self.newcomer and self.state is EngineState.JOINING)
@@ -583,7 +588,7 @@ class EnginePool(EngineJudge):
         if self._oldest_version is None:
             sampling = (EngineState.SERVING, EngineState.UPDATING)
             slots = self._records.values()
-            versions = [record.weight_version for record in slots if record.state in sampling]
+            versions = [each.weight_version for each in slots if each.state in sampling and each.has_version]
             if not versions:  # a lent engine is not older when it is taken back
                 versions = [record.weight_version for record in slots if record.lent]
             self._oldest_version = min(versions, default=0)
@@ -604,7 +609,8 @@ class EnginePool(EngineJudge):
     def has_active_engine(self) -> bool:
         """Whether some engine serves, or will once its weight update or evaluation ends."""
         active = (EngineState.SERVING, EngineState.UPDATING)
-        return any(record.state in active or record.lent for record in self._records.values())
+        records = self._records.values()
+        return any((each.state in active and each.has_version) or each.lent for each in records)
 
     def needs_repair(self, engine_id: str) -> bool:
         """Whether an engine of the pool is quarantined, or a newcomer."""

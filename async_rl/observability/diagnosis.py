@@ -301,7 +301,7 @@ class _Walk:
                     self._asleep(wait, chain)
                 else:
                     self._visit_all([TRAIN_LOOP], wait, path, chain)
-            case "capacity" | "trainer lock":
+            case "capacity" | "trainer lock" | "next update":
                 self._visit_all([TRAIN_LOOP], wait, path, chain)
             case "sync lock" | "devices":
                 self._visit_all([TRAIN_LOOP if wait.who != TRAIN_LOOP else REPAIR], wait, path, chain)

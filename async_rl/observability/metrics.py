@@ -471,7 +471,7 @@ class TrainerMetrics(Instruments):
         bad="Rises: the log says why; the run ends after four in a row.",
     )
     weight_sync_seconds = histogram(
-        "Duration of a weight update by phase: snapshot, publish (files, while engines generate), interrupt, "
+        "Duration of a weight update by phase: snapshot, publish (files or checksums), connect, interrupt, "
         "gather (fill buckets), send, load, verify, total.",
         "phase",
         bad="The longest phase is where the time goes; docs/design/weight-updates.md.",

@@ -287,7 +287,7 @@ STEP_PANELS: Final = (
             Panel(
                 name="sync",
                 title="Weight sync",
-                note="What a new version takes to reach the engines. All but publish pauses them.",
+                note="What a new version takes to reach engines. They pause for all but publish and connect.",
                 lines={"sync_parts": ""},
                 kind="stacked",
                 unit="s",

@@ -116,7 +116,7 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
     """How long the weight update paused the trainer: `sync_s`, or with `weights.overlap` the copy."""
     sync_hidden_s: float = 0.0
     sync_parts: dict[str, float] = {}
-    """What the weight update consisted of, seconds: publish, interrupt, gather, send, load, verify."""
+    """What it consisted of, seconds: publish, connect, interrupt, gather, send, load, verify."""
     sync_bytes: int = 0
     """What it wrote or sent, bytes."""
     pause_s: float = 0.0

@@ -15,17 +15,15 @@ from math import ceil
 from typing import Final, NamedTuple
 
 from async_rl.config import Config, SGLangEngines
+from async_rl.engine_protocol import GLOO_PARTS
 from async_rl.planning.workload import Workload
+from async_rl.run.memory_estimate import num_senders
 
 _MEMORY_BYTES_PER_S: Final = 10e9
 """What one process copies between a device and host memory: pages are not pinned."""
 
 _DELTA_SHARE: Final = 0.1
 """Bytes of a delta over those of the model, at the small learning rates for which deltas are made."""
-
-
-_PARTS: Final = 8
-"""In which a bucket passes through Gloo's tree (`engines.group_liveness`, which needs torch)."""
 
 
 class UpdateEstimate(NamedTuple):
@@ -87,7 +85,7 @@ def estimate_update(
             load_s=in_memory_s + rounds * workload.update_request_s,
             rounds=rounds,
         )
-    senders = 1 if weights.overlap else min(weights.senders or hosts, ranks)
+    senders = num_senders(config, gpus_per_node)
     engines, tp_size, is_shared = 1 if weights.rolling else engines, 1, True
     if isinstance(engine, SGLangEngines):
         # As `EngineGroups` divides them: only patched servers share groups and receive from several senders.
@@ -145,7 +143,7 @@ def broadcast_s(
         passed_on = sum(_num_children(1 + number * receivers // width, world) for number in range(width))
         path = sum(_num_children(2**hop - 1, world) for hop in range(1, world.bit_length()))
     busiest_s = max(sent * groups * send_s, passed_on * send_s, width * receive_s)
-    return rounds * busiest_s + path * send_s / _PARTS
+    return rounds * busiest_s + path * send_s / GLOO_PARTS
 
 
 def _num_children(rank: int, world: int) -> int:

@@ -67,8 +67,9 @@ def wait_limits(config: Config) -> dict[str, float]:
         "drain": config.run.drain_s,
         "engine start": start_s,
         "engine update": weights.timeout_s,
-        # An engine may take as long to be free as the answers; afterwards the workers end.
-        "evaluation": 2 * config.evaluation.timeout_s + END_LIMIT_S,
+        # An engine may take as long to be free as the answers; afterwards the workers end. At its end a run
+        # may wait for two evaluations.
+        "evaluation": 2 * (2 * config.evaluation.timeout_s + END_LIMIT_S),
         "export": weights.timeout_s,
         "first chunk": engine.stall_s,
         "frames": trainer.step_timeout_s,

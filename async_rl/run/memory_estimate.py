@@ -19,6 +19,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.engines.model_files import weights_bytes
 from async_rl.errors import ConfigError
+from async_rl.run.placement_table import gpus_of_a_node
 from async_rl.run.preflight import require_module
 from async_rl.runtime.devices import detect_device
 from async_rl.trainer_protocol import RankMemory, TrainerMemory
@@ -79,6 +80,19 @@ def estimate_devices(config: Config, gpu: int | None) -> list[DeviceUse]:
         memory = TrainerMemory(ranks=[], model_bytes=size)
         uses += _engine_uses(f"models.{name} ", its, longest, memory, gpu)
     return uses
+
+
+def num_senders(config: Config, gpus_per_node: int) -> int:
+    """Return how many trainer ranks broadcast weights; patched servers receive a bucket of each at a time.
+
+    Args:
+        config: The run's config.
+        gpus_per_node: Trainer ranks on a node; 0 if they are on CPUs, and then on one.
+    """
+    weights, ranks = config.weights, config.trainer.num_ranks
+    if weights.overlap:
+        return 1  # rank 0 has the copy
+    return min(weights.senders or (-(-ranks // gpus_per_node) if gpus_per_node else 1), ranks)
 
 
 def version_bytes(config: Config) -> int:
@@ -241,7 +255,9 @@ def _engine_use(
         row = facts.num_layers * facts.top_k * 4
         parts["routing"] = max(prefill, engine.max_running_requests) * row
     if config.weights.transport in ("distributed", "tensor"):
-        parts["bucket"] = config.weights.bucket_bytes * (config.weights.senders or 1)
+        is_patched = config.weights.transport == "distributed" and engine.narrow_routing
+        senders = num_senders(config, gpus_of_a_node(config)) if is_patched else 1
+        parts["buckets"] = config.weights.bucket_bytes * senders
     static = sum(parts.values())
     reserve = 0
     if gpu is not None and _on_gpu(engine.device, gpu):

@@ -189,7 +189,12 @@ def send_buckets(data: Iterable[torch.Tensor], groups: Iterable[WeightGroup]) ->
     buckets = iter(data)
     while alive:
         fill_begin_s = time.perf_counter()
-        bucket = next(buckets, None)
+        try:
+            bucket = next(buckets, None)
+        except Exception as error:
+            for group in alive:
+                group.abort(str(error))
+            raise
         fill_s += time.perf_counter() - fill_begin_s
         alive = [group for group in alive if _succeeds(group, group.wait)]
         if bucket is None:

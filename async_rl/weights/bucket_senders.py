@@ -97,6 +97,8 @@ class BroadcastSender:
         self._buckets: tuple[WeightBucket, ...] = ()
         self._names: list[str] = []
         """The groups of the wave."""
+        self._aborted: set[str] = set()
+        """Those of them that were given up."""
 
     async def plan_buckets(self) -> None:
         """Implements `BucketSender.plan_buckets`."""
@@ -116,6 +118,7 @@ class BroadcastSender:
         """Implements `BucketSender.begin_sending`."""
         names = {self._groups.find_name(engine_id) for engine_id in engine_ids}
         self._names = sorted(name for name in names if name is not None)
+        self._aborted.clear()
 
     def update_for(self, engine_id: str, version: int) -> WeightUpdate:
         """Implements `BucketSender.update_for`."""
@@ -140,9 +143,10 @@ class BroadcastSender:
     async def give_up(self, engine_id: str) -> Collection[str]:
         """Implements `BucketSender.give_up`: all engines of a group receive, or none."""
         peers, name = self._groups.peers_of(engine_id), self._groups.find_name(engine_id)
-        if name is not None:
-            await self._trainer.abort_weight_group(name)
         self._groups.forget(engine_id)
+        if name is not None and name not in self._aborted:
+            self._aborted.add(name)
+            await self._trainer.abort_weight_group(name)
         return peers
 
     def end_receiving(self, engine_id: str) -> None:

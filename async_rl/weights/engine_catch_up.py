@@ -168,20 +168,20 @@ class EngineCatchUp:
         return await self._has_taken(engine_id)
 
     async def _take_alone(self, engine: Engine) -> None:
-        """Send the current version to one engine.
+        """Send the current version to one engine, unless it has taken an update that was under way.
 
         Raises:
             EngineError: When it has failed.
         """
         engine_id = engine.engine_id
-        async with self._trainer_busy, self._sync_lock:
-            snapshot = self._pool.snapshot_of(engine_id)
-            if snapshot is not None and snapshot.state is EngineState.JOINING:
-                self._updater.joining.add(engine_id)
-                try:
+        self._updater.joining.add(engine_id)
+        try:
+            async with self._trainer_busy, self._sync_lock:
+                snapshot = self._pool.snapshot_of(engine_id)
+                if snapshot is not None and snapshot.state is EngineState.JOINING:
                     await self._updater.update_wave([engine], self._publisher.current_version)
-                finally:
-                    self._updater.joining.discard(engine_id)
+        finally:
+            self._updater.joining.discard(engine_id)
         await self._has_taken(engine_id)
 
     async def _has_taken(self, engine_id: str) -> bool:

@@ -34,6 +34,9 @@ _LEAVE_LIMIT_S: Final = 5.0
 _ANSWER_S: Final = 5.0
 """How long an engine may take to answer once the group that it was to join has been given up."""
 
+_SAME_TIME_S: Final = 2.0
+"""An engine that fails so shortly before the sender has failed with it: both lose one store."""
+
 
 class EngineGroups:
     """Opens and closes the groups, each of exactly the engines that are updated together."""
@@ -186,7 +189,9 @@ class EngineGroups:
             The engines because of which it is not complete, and why the sender has given up.
         """
         failed: dict[Engine, EngineError] = {}
+        failed_s: dict[Engine, float] = {}
         refusal: WeightSyncError | None = None
+        clock = asyncio.get_running_loop().time
         count, shift = len(members), self._shift(invite.sender, len(members))
 
         async def join(engine: Engine, rank: int) -> None:
@@ -194,7 +199,7 @@ class EngineGroups:
                 await engine.join_weight_group(replace(invite, rank_offset=rank))
             except EngineError as error:
                 if refusal is None:  # else it waited for the others
-                    failed[engine] = error
+                    failed[engine], failed_s[engine] = error, clock()
 
         try:
             async with Nursery() as nursery:
@@ -208,6 +213,9 @@ class EngineGroups:
                     await self._trainer.open_weight_group(invite)
                 except WeightSyncError as error:
                     refusal = error
+                    for engine, at_s in failed_s.items():
+                        if at_s > clock() - _SAME_TIME_S:
+                            del failed[engine]
                 # The sender has given up, or all have joined.
                 _, silent = await asyncio.wait(joins.values(), timeout=_ANSWER_S)
                 for engine, task in joins.items():

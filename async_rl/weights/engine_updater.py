@@ -25,7 +25,7 @@ from typing import Final
 import msgspec
 
 from async_rl.config import WeightsConfig
-from async_rl.engine_protocol import Engine
+from async_rl.engine_protocol import Engine, InterruptMode
 from async_rl.engines.pool import EnginePool, EngineSnapshot, EngineState
 from async_rl.errors import EngineError, EngineTimeout, TrainerError, WeightsNotReceived, WeightSyncError
 from async_rl.runtime.supervision import Nursery, finished
@@ -59,16 +59,20 @@ class UpdateCost(msgspec.Struct):
     """What the update of a wave of engines took; those that failed are left out."""
 
     engines: list[EngineUpdateTimes] = []
+    connect_s: float = 0.0
+    """Time in which engines joined the trainer's groups; at first they generate meanwhile."""
     gather_s: float = 0.0
-    """As `Sent.gather_s`, and so are the following."""
+    """As `Sent.gather_s`, of the last time that the version was sent, and so is the following."""
     send_s: float = 0.0
     num_bytes: int = 0
+    """As `Sent.num_bytes`, of all times."""
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds by part. Where engines do the same at the same time, those of the slowest count."""
         transfer_s = max((each.transfer_s for each in self.engines), default=0.0)
         return {
+            "connect": self.connect_s,
             "interrupt": max((each.interrupt_s for each in self.engines), default=0.0),
             "gather": self.gather_s,
             "send": self.send_s,
@@ -84,6 +88,8 @@ class _HeldEngine(msgspec.Struct, frozen=True):
     snapshot: EngineSnapshot | None
     """Its state right after it was held."""
     interrupt_s: float
+    joins: bool
+    """Whether it did not serve before. Then it may have calls and prefixes of an earlier driver."""
 
 
 class EngineUpdater:
@@ -168,7 +174,7 @@ class EngineUpdater:
         version: int,
         cost: UpdateCost,
     ) -> None:
-        reached = await self._connect(sender, engines)  # while they generate
+        reached = await self._connect(sender, engines, cost)  # while they generate
         async with Nursery() as nursery:
             interrupts = [
                 nursery.start_task(f"interrupt {engine.engine_id}", self._interrupt_engine(engine))
@@ -177,13 +183,18 @@ class EngineUpdater:
         # Only now: a broadcast to an engine that cannot receive would wait for it.
         receiving = [held for interrupt in interrupts if (held := interrupt.result()) is not None]
         while receiving:
-            reached = await self._connect(sender, [held.engine for held in receiving if self._is_held(held)])
+            still_held = [held.engine for held in receiving if self._is_held(held)]
+            reached = await self._connect(sender, still_held, cost)
             receiving = [held for held in receiving if held.engine in reached]
             receiving = await self._send_once(sender, receiving, version, cost)
 
-    async def _connect(self, sender: BucketSender, engines: Sequence[Engine]) -> list[Engine]:
+    async def _connect(
+        self, sender: BucketSender, engines: Sequence[Engine], cost: UpdateCost
+    ) -> list[Engine]:
         """Return the engines that can be sent to; quarantine the others."""
+        begin = self._clock()
         failures = await sender.connect(engines)
+        cost.connect_s += self._clock() - begin
         for engine, error in failures.items():
             self._pool.quarantine_engine(engine.engine_id, error)
         return [engine for engine in engines if engine not in failures]
@@ -215,7 +226,7 @@ class EngineUpdater:
             try:
                 async with asyncio.timeout(None) as limits[engine_id]:
                     await held.engine.update_weights(
-                        sender.update_for(engine_id, version), flush=self._flushes
+                        sender.update_for(engine_id, version), flush=self._flushes or held.joins
                     )
             except TimeoutError as error:
                 message = f"engine {engine_id} did not end a broadcast that was aborted"
@@ -268,13 +279,14 @@ class EngineUpdater:
     async def _interrupt_engine(self, engine: Engine) -> _HeldEngine | None:
         """Hold and interrupt an engine; None when it failed."""
         joins = engine.engine_id in self.joining and self._pool.include_engine(engine.engine_id)
+        mode: InterruptMode = "abort" if joins else self._config.interrupt
         if not joins and not self._pool.hold_engine(engine.engine_id):
             return None
         snapshot = self._pool.snapshot_of(engine.engine_id)
         begin = self._clock()
         async with self._quarantined_on_failure(engine):
-            await self._pool.interrupt_engine(engine, self._config.interrupt)
-            return _HeldEngine(engine, snapshot, self._clock() - begin)
+            await self._pool.interrupt_engine(engine, mode)
+            return _HeldEngine(engine, snapshot, self._clock() - begin, joins)
         return None
 
     def _is_held(self, held: _HeldEngine) -> bool:
@@ -306,7 +318,7 @@ class EngineUpdater:
             await self._verifier.verify_version(engine, version, from_files=self.sender is None)
             await engine.resume_generation(self._config.interrupt)
             served = self._is_held(held) and self._pool.serve_engine(
-                engine.engine_id, version, keeps_cache=not self._flushes
+                engine.engine_id, version, keeps_cache=not (self._flushes or held.joins)
             )
             if not served:
                 return
@@ -332,8 +344,7 @@ class EngineUpdater:
         try:
             with waiting("send weights"):
                 sent = await sender.send_buckets()
-            cost.gather_s += sent.gather_s
-            cost.send_s += sent.send_s
+            cost.gather_s, cost.send_s = sent.gather_s, sent.send_s
             cost.num_bytes += sent.num_bytes
             for engine in sent.silent:
                 message = f"engine {engine.engine_id} gave no sign of life while it received weights"

@@ -46,7 +46,7 @@ class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_version: int
     parts: dict[str, float] = {}
-    """Its parts that took time: publish, interrupt, gather, send, load, verify (`UpdateCost.parts`)."""
+    """Its parts that took time: publish, connect, interrupt, gather, send, load, verify (`UpdateCost`)."""
     num_bytes: int = 0
     """What was written or sent, bytes."""
     pause_s: float = 0.0
@@ -224,8 +224,8 @@ class WeightSync:
             # No await in between: an engine that joins serves the old version and is updated here, or loads
             # the new one.
             self._publisher.current_version = version
-            joining = [self._pool.engine(engine_id) for engine_id in sorted(self._updater.joining)]
-            engines = [*self._pool.engines(EngineState.SERVING), *joining]
+            joining = [each for each in sorted(self._updater.joining) if each in self._pool]
+            engines = [*self._pool.engines(EngineState.SERVING), *map(self._pool.engine, joining)]
             waves: Sequence[Sequence[Engine]] = [[e] for e in engines] if self._config.rolling else [engines]
             costs = [await self._updater.update_wave(wave, version) for wave in waves]
             num_bytes = sum(cost.num_bytes for cost in costs) + await self._publisher.count_bytes(version)

@@ -291,6 +291,44 @@ async def test_an_engine_that_an_evaluation_returns_is_sent_the_version_at_once(
     assert "publish" not in [name for name, _ in bench.trainer.calls]
 
 
+async def test_an_engine_that_waits_for_the_trainer_takes_the_update_that_comes_first(tmp_path):
+    bench = await distributed(tmp_path)
+    assert bench.pool.lend_engine("engine-0")
+    async with Nursery() as nursery:
+        async with bench.sync.trainer_busy:
+            nursery.start_task("take back", bench.sync.catch_up.take_back_engine("engine-0"))
+            await asyncio.sleep(1)
+            await bench.sync.update_engines(2)
+            assert bench.serving() == {"engine-0": 2, "engine-1": 2, "engine-2": 2}
+    assert [name for name, _ in bench.trainer.calls].count("send_weights") == 2
+
+
+async def test_an_engine_that_left_while_it_waited_for_an_update_is_not_updated(tmp_path):
+    bench = await distributed(tmp_path)
+    bench.restart("engine-0")
+    async with Nursery() as nursery:
+        nursery.start_task("catch up", bench.sync.catch_up_engine("engine-0"))
+        await asyncio.sleep(1)
+        await bench.pool.drain_engine("engine-0")
+        bench.pool.remove_engine("engine-0")
+        await bench.sync.update_engines(2)
+    assert bench.serving() == {"engine-1": 2, "engine-2": 2}
+
+
+async def test_an_engine_that_joins_has_no_calls_and_no_cache_of_an_earlier_driver(tmp_path):
+    bench = await started(tmp_path, transport="tensor", interrupt="in_place")
+    await bench.sync.update_engines(1)
+    bench.restart("engine-0")
+    bench.engines[0].log.clear()
+    async with Nursery() as nursery:
+        nursery.start_task("catch up", bench.sync.catch_up_engine("engine-0"))
+        await asyncio.sleep(1)
+        assert bench.pool.oldest_version == 1
+        await bench.sync.update_engines(2)
+    assert "update flush" in bench.engines[0].log
+    assert "update flush" not in bench.engines[1].log
+
+
 async def failure_of(call: Awaitable[None]) -> EngineError:
     with pytest.raises(EngineError) as failed:
         await call
@@ -411,6 +449,30 @@ async def test_another_port_is_tried_when_one_is_taken_before_the_sender_listens
     await bench.sync.update_engines(2)
     assert bench.serving() == {"engine-0": 2, "engine-1": 2, "engine-2": 2}
     assert len(bench.engines[0].groups) == 2
+
+
+async def test_an_engine_that_loses_the_group_with_the_sender_is_not_blamed(tmp_path):
+    """The others of a group fail a moment before the sender says that one of them did not join."""
+    bench = await distributed(tmp_path)
+    bench.sync._groups.forget("engine-1")
+    stopped, other = Stopper(bench.engines[1], "join_weight_group"), bench.engines[2]
+    join = other.join_weight_group
+
+    async def lose_the_store(invite: GroupInvite) -> None:
+        await asyncio.sleep(19.98)
+        raise EngineError("the store is gone")
+
+    async def give_up(invite: GroupInvite) -> None:
+        await asyncio.sleep(20)
+        bench.trainer.open_weight_group = opened
+        other.join_weight_group = join
+        raise WeightSyncError("not all engines joined")
+
+    opened, bench.trainer.open_weight_group = bench.trainer.open_weight_group, give_up
+    other.join_weight_group = lose_the_store
+    await bench.sync.update_engines(2)
+    assert stopped.reached.is_set()
+    assert bench.serving() == {"engine-0": 2, "engine-2": 2}
 
 
 @pytest.mark.parametrize("answers", [True, False])

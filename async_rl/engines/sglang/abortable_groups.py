@@ -85,17 +85,21 @@ def receive(members: Sequence[GroupMember], data: Sequence[torch.Tensor], *, in_
         raise
 
 
-def has_failed_on_any(ranks: dist.ProcessGroup | None, failed: bool) -> bool:
-    """Return whether any tensor-parallel rank of this engine has failed; None stands for this one alone.
+RECEIVED, WAS_ABORTED, FAILED = range(3)
+"""How receiving has ended on a rank, the worst last."""
+
+
+def worst_of(ranks: dist.ProcessGroup | None, end: int) -> int:
+    """Return the worst end on the tensor-parallel ranks of this engine; None stands for this one alone.
 
     SGLang answers what its first rank does: without this, an engine could report a version of which another
-    rank lacks the last bucket.
+    rank lacks the last bucket, or that it was stopped from outside when it has failed itself.
     """
     if ranks is None:
-        return failed
-    any_failed = torch.tensor([failed], dtype=torch.int32)
-    dist.all_reduce(any_failed, op=dist.ReduceOp.MAX, group=ranks)
-    return bool(any_failed)
+        return end
+    worst = torch.tensor([end], dtype=torch.int32)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=ranks)
+    return int(worst)
 
 
 def make_groups_abortable() -> None:
@@ -150,26 +154,29 @@ def make_groups_abortable() -> None:
                 group_name=group_name,
                 load_format=load_format,
             )
-        groups, begin, buckets = split_groups(group_name, len(names)), 0, []
-        for _, count in groups:
-            part = slice(begin, begin := begin + count)
-            buckets.append(
-                module.FlattenedTensorBucket.empty(names[part], dtypes[part], shapes[part], self.device)
-            )
-        failure: Exception | None = None
+        groups, begin = split_groups(group_name, len(names)), 0
+        buckets, failure, end = [], "", RECEIVED
         try:
+            for _, count in groups:
+                part = slice(begin, begin := begin + count)
+                buckets.append(
+                    module.FlattenedTensorBucket.empty(names[part], dtypes[part], shapes[part], self.device)
+                )
             data = [bucket.get_flattened_tensor() for bucket in buckets]
             receive([members[name] for name, _ in groups], data, in_parts=are_joined(group_name))
         except (RuntimeError, WeightSyncError) as error:
-            failure = error
+            failure = str(error)
+            end = WAS_ABORTED if failure.startswith(ABORTED) else FAILED
         parallel = get_parallel()
         ranks = parallel.tp_group.cpu_group if parallel.tp_size > 1 else None
-        if has_failed_on_any(ranks, failure is not None):
+        if (worst := worst_of(ranks, end)) != RECEIVED:
             update = groups[0][0].rpartition("-")[0]  # of all senders
             for name in [name for name in members if name.startswith(update)]:
                 members.pop(name).abandon()
                 del self._model_update_group[name]
-            raise failure or WeightSyncError(f"{ABORTED}another rank of this engine did not receive")
+            if worst > end:  # what this rank says is what the driver hears
+                failure = f"{ABORTED * (worst == WAS_ABORTED)}another rank of this engine did not receive"
+            raise WeightSyncError(failure)
         return [tensor for bucket in buckets for tensor in bucket.reconstruct_tensors()]
 
     def leave(self: Any, group_name: str) -> Any:
