@@ -47,7 +47,12 @@ pytestmark = [
 
 HEALTHY_RUNS = sorted((Path(__file__).parents[1] / "support" / "healthy_runs").glob("*.json.gz"))
 
-NEED_HOURS = {"run:async_rl_lag0_log_prob_abs_diff_nats:mean1h", "MismatchGrows", "DiskFilling"}
+NEED_HOURS = {
+    "run:async_rl_lag0_log_prob_abs_diff_nats:mean1h",
+    "MismatchGrows",
+    "DiskFilling",
+    "WeightUpdateSlower",
+}
 """Rules that compare hours, which this run does not last; promtool tests them."""
 
 ROOT = Path(__file__).parents[2]
