@@ -136,7 +136,7 @@ class WeightSyncError(EngineError):
 
 
 class WeightsNotReceived(WeightSyncError):
-    """A broadcast of weights to an engine failed: another member of its group may be to blame."""
+    """Weights sent to an engine did not arrive: the sender or another receiver may be to blame."""
 
     @property
     def is_aborted(self) -> bool:

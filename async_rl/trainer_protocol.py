@@ -212,8 +212,11 @@ class Trainer(Protocol):
         """
         ...
 
-    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
-        """Put one bucket of the current weights where processes on rank 0's host can read it.
+    async def share_bucket(self, number: int, bucket_bytes: int, ranks: list[int]) -> list[bytes]:
+        """Put one bucket of the current weights where processes on a rank's host can read it.
+
+        A rank of an engine reads it on the GPU that it shares with a trainer rank, if it shares one. Else it
+        reads shared memory of rank 0.
 
         Buckets are requested in order; 0 starts again at any time. A bucket stays readable until the next one
         has been requested.
@@ -221,17 +224,20 @@ class Trainer(Protocol):
         Args:
             number: Index of the bucket in `plan_buckets`.
             bucket_bytes: The argument of `plan_buckets`.
-            copies: Number of readers; each needs a payload of its own.
+            ranks: For each reader the rank that it reads from; each reader needs a payload of its own.
 
         Returns:
-            `copies` payloads on rank 0, none on other ranks.
+            A payload for each reader; a single rank returns those of its own readers.
         """
         ...
 
-    async def offload(self) -> None:
+    async def offload(self, keep_weights: bool = False) -> None:
         """Move all device memory of the trainer to the host; then only `read_batch`, `reload` or `close`.
 
-        A second call changes nothing.
+        What has been moved stays there, so a second call changes nothing.
+
+        Args:
+            keep_weights: Whether weights stay on the device, so that engines can be given them.
         """
         ...
 

@@ -148,7 +148,7 @@ class Sender:
         """Updates through shared memory: the next bucket is filled while one is loaded."""
 
         async def fill(number: int) -> list[bytes]:
-            return await asyncio.to_thread(self._export.share_bucket, number, self._bucket_bytes, 1)
+            return await asyncio.to_thread(self._export.share_bucket, number, self._bucket_bytes, [0])
 
         async def find_dead(readers: Sequence[str]) -> Sequence[str]:
             return ()
@@ -171,7 +171,7 @@ class Sender:
             else:
                 self._export.close()
                 for number in range(len(self._plan)):
-                    self._export.share_bucket(number, self._bucket_bytes, 1)
+                    self._export.share_bucket(number, self._bucket_bytes, [0])
         return live.peak
 
     def checksums(self) -> dict[str, str]:

@@ -230,6 +230,7 @@ class TrainerWorker:
             # Well under the engines' own limit: an engine that does not respond is left out before the others
             # time out.
             group_timeout_s=config.weights.timeout_s / 4,
+            shares_device=config.placement.shared and device.type == "cuda",
         )
         if trainer.loss.kl.coefficient:
             self._model.keep_reference()
@@ -950,7 +951,7 @@ class TrainerWorker:
     def plan_buckets(self, bucket_bytes: int) -> tuple[WeightBucket, ...]:
         """Return the buckets of all senders in the order in which engines take them."""
         buckets = self.weights.plan_buckets(bucket_bytes)
-        if self.config.weights.transport == "tensor":
+        if self.config.weights.transport == "tensor" and not self.weights.shares_device:
             # Before the first update needs the memory.
             self.weights.allocate_buffers([each.tensors for each in buckets])
         return buckets
@@ -964,10 +965,10 @@ class TrainerWorker:
         with self._beside_training():
             return self.weights.send_weights(group_names, bucket_bytes)
 
-    def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    def share_bucket(self, number: int, bucket_bytes: int, ranks: list[int]) -> list[bytes]:
         """Implements `Trainer.share_bucket`."""
         with self._beside_training():
-            return self.weights.share_bucket(number, bucket_bytes, copies)
+            return self.weights.share_bucket(number, bucket_bytes, ranks)
 
     def _beside_training(self) -> AbstractContextManager[None]:
         """Return a context for work on the snapshot, which may run beside the next training step."""
@@ -1014,10 +1015,16 @@ class TrainerWorker:
 
     # -- time-sharing of devices with engines
 
-    def offload(self) -> None:
-        """Move model, optimizer state and everything else that the next step needs to the host."""
+    def offload(self, keep_weights: bool = False) -> None:
+        """Move model, optimizer state and everything else that the next step needs to the host.
+
+        Args:
+            keep_weights: Whether the model stays on the device.
+        """
         assert self._offload is not None, "setup comes first"
-        self._offload.offload_state()
+        if not keep_weights:
+            self.weights.release_device()
+        self._offload.offload_state(keep_weights=keep_weights)
 
     def reload(self) -> None:
         """Move the state back to the device, unchanged."""

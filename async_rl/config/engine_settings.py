@@ -101,8 +101,9 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
 
     transport: Literal["disk", "distributed", "tensor", "delta"] = "disk"
     """`disk`: safetensors files; `distributed`: NCCL or Gloo broadcast in buckets; `tensor`: buckets in
-    shared memory, for engines on the host of trainer rank 0; `delta`: a file of the changes, applied to a
-    copy of the weights on each engine's host."""
+    shared memory, for engines on the host of trainer rank 0, or with `placement.shared` on the GPUs that
+    engines and ranks share; `delta`: a file of the changes, applied to a copy of the weights on each engine's
+    host."""
     interrupt: Literal["abort", "retract", "in_place"] = "abort"
     """What happens to running requests: `abort` ends them and sessions resume them on any engine; `retract`
     lets the engine recompute them; `in_place` keeps their old KV cache."""

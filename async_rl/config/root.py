@@ -174,10 +174,10 @@ def check_sharing(config: Config) -> None:
             f"placement.shared: weights.interrupt is {weights.interrupt}, which leaves calls on engines that "
             "must be empty: set weights.interrupt=abort"
         )
-    if weights.transport != "disk":
+    if weights.transport not in ("disk", "tensor"):
         raise ValueError(
-            f"placement.shared: weights.transport is {weights.transport}, for which the trainer must hold "
-            "its weights while engines load them: set weights.transport=disk"
+            f"placement.shared: weights.transport is {weights.transport}, which needs more of the devices "
+            "than the weights of both sides: set weights.transport=tensor, or disk"
         )
     for field in ("overlap", "rolling"):
         if getattr(weights, field):

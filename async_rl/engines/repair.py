@@ -26,7 +26,7 @@ import msgspec
 
 from async_rl.config import EnginesConfig
 from async_rl.engines.device_phases import DevicePhases
-from async_rl.engines.pool import EnginePool
+from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import ConfigError, EngineError, EnvironmentNotReady
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.supervision import Nursery
@@ -177,7 +177,9 @@ class EngineRepair:
             self._pool.record_failed_repair(engine_id, error)
         else:
             self._metrics.engine_restarts_total.labels(engine_id, "ok").inc()
-            log.info("engine %s serves again", engine_id)
+            waits = engine_id in {each.engine_id for each in self._pool.engines(EngineState.JOINING)}
+            how = "has been restarted, and waits for the next hand-over" if waits else "serves again"
+            log.info("engine %s %s", engine_id, how)
 
     def _leave_out_engine(self, engine_id: str, count: int, delay_s: float) -> None:
         """Log that an engine has no restarts left."""

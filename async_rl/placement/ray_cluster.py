@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from async_rl.placement.placements import Placements, addresses_of, node_address
 from async_rl.placement.ray_engines import RayEngines, uses_gpus
 from async_rl.placement.ray_trainer import ABORTS, WEIGHTS, RayTrainer, last_line, make_worker
 from async_rl.placement.rollout_worker_actor import rollout_worker
-from async_rl.placement.shared_devices import Device, assign_devices, options_beside
+from async_rl.placement.shared_devices import Device, assign_devices, options_beside, ranks_on
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.cluster import Cluster
@@ -61,6 +61,8 @@ class RayCluster(RayEngines, Cluster):
         self._frame_readers = FrameReaders(self._setup, self._logs, directory)
         self.node = os.environ[NODE_ADDRESS] = node_address()
         self._rank_actors: list[Any] = []
+        self._rank_devices: list[Device] = []
+        """The GPU of each rank, if ranks share those of engines."""
         self._rank_placements = self._new_rank_placements()
         self.weight_backend = "nccl" if uses_gpus(config.trainer.device) else "gloo"
         self.abortable_servers = _are_patched(config)
@@ -102,7 +104,8 @@ class RayCluster(RayEngines, Cluster):
         threads = {ABORTS: 1} | ({WEIGHTS: 1} if config.weights.overlap else {})
         actor_class = ray.remote(concurrency_groups=threads)(RankActor)  # type: ignore[call-overload]
         log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
-        devices = await self._shared_devices(ranks)
+        devices = self._shared_devices(ranks)
+        self._rank_devices = [device for device in devices if device is not None]
         actors = self._rank_actors = [
             actor_class.options(**self._rank_placements.actor_options(rank) | options_beside(device)).remote(
                 config.placement.resources_per_rank.get("CPU", 0.0), device and device.gpu
@@ -145,19 +148,24 @@ class RayCluster(RayEngines, Cluster):
             ConfigError: An engine is on another node.
         """
         trainer = self._processes.get(self._rank_actors[0]) if self._rank_actors else None
-        if self._config.weights.transport != "tensor" or trainer is None:
-            return
+        if self._config.weights.transport != "tensor" or trainer is None or self._rank_devices:
+            return  # on shared GPUs each engine has ranks on its own node
         known = node_addresses()
         given = {name: node_of(url, self._setup.driver_node, known) for name, url in urls.items()}
         for engine, node in {**nodes, **given}.items():
             check_shares_memory(engine, node, trainer.host, known)
 
-    async def _shared_devices(self, ranks: int) -> list[Device | None]:
+    def _shared_devices(self, ranks: int) -> list[Device | None]:
         """Return the GPU that each rank shares with an engine; None if it shares none."""
         if not (self._config.placement.shared and uses_gpus(self._config.trainer.device)):
             return [None] * ranks
-        asked = [actor.devices.remote() for parts in self._engine_actors.values() for actor in parts]
-        return list(assign_devices([await devices for devices in asked], ranks))
+        engines = [self._devices[engine_id] for engine_id in self._engine_actors]
+        all_of_them = self._config.weights.transport == "tensor"
+        return list(assign_devices(engines, ranks, all_of_them=all_of_them))
+
+    def ranks_beside(self, engine_id: str) -> Sequence[int]:
+        """Implements `WeightRoutes.ranks_beside`."""
+        return ranks_on(self._devices[engine_id], self._rank_devices) if self._rank_devices else ()
 
     async def open_port(self, rank: int) -> tuple[str, int]:
         """Return an address on a rank's node at which it and an engine can connect."""

@@ -24,6 +24,7 @@ from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
 from async_rl.placement.actors import ActorSetup, EngineActor
 from async_rl.placement.placements import LOG_AFTER_S, Placements
 from async_rl.placement.ray_trainer import cause_of, last_line
+from async_rl.placement.shared_devices import Device
 from async_rl.runtime.processes import Process
 from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import waiting
@@ -57,6 +58,7 @@ class RayEngines(EngineProcesses):
         self._server = server
         self._facts = load_facts(config.model.path)
         self._engine_actors: dict[str, list[Any]] = {}  # of each engine one per node
+        self._devices: dict[str, list[Device]] = {}  # of started engines, in the order of their ranks
         self._engine_placements = self._new_engine_placements()
         self._engines: dict[str, Engine] = {}
         self._urls: dict[str, str] = {}  # of external servers, by engine
@@ -274,6 +276,8 @@ class RayEngines(EngineProcesses):
                 async with asyncio.timeout(config.start_timeout_s):
                     for actor in parts:
                         await self._join_run(engine_id, actor, self._engine_placements, None)
+                    of_parts = [await actor.devices.remote() for actor in parts]
+                    self._devices[engine_id] = [device for of_part in of_parts for device in of_part]
                     self._check_memory_is_shared({engine_id: self._processes[parts[0]].host}, {})
                     rendezvous = await parts[0].rendezvous.remote() if len(parts) > 1 else None
                     started = [actor.start_server.remote(rendezvous) for actor in parts]

@@ -231,16 +231,17 @@ class RayTrainer(Trainer):
         sums: dict[str, str] = await self._call_weight_ranks(self._config.weights.timeout_s, "checksums")
         return sums
 
-    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    async def share_bucket(self, number: int, bucket_bytes: int, ranks: list[int]) -> list[bytes]:
         """Implement `Trainer.share_bucket` for all ranks."""
-        payloads: list[bytes] = await self._call_weight_ranks(
-            self._config.weights.timeout_s, "share_bucket", number, bucket_bytes, copies
+        payloads: list[list[bytes]] = await self._call_weight_ranks(
+            self._config.weights.timeout_s, "share_bucket", number, bucket_bytes, ranks, of_all=True
         )
-        return payloads
+        of_rank = [iter(each) for each in payloads]
+        return [next(of_rank[rank]) for rank in ranks]
 
-    async def offload(self) -> None:
+    async def offload(self, keep_weights: bool = False) -> None:
         """Implement `Trainer.offload` for all ranks."""
-        await self._call_all(self._config.weights.timeout_s, "offload")
+        await self._call_all(self._config.weights.timeout_s, "offload", keep_weights)
 
     async def reload(self) -> None:
         """Implement `Trainer.reload` for all ranks."""

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from async_rl.errors import WeightSyncError
 from async_rl.placement.placements import group_by_node
 from async_rl.run.placement_table import require_shared_gpus
 
@@ -25,16 +26,30 @@ class Device(msgspec.Struct, frozen=True):
     """Its name in CUDA_VISIBLE_DEVICES on that node."""
 
 
-def assign_devices(engines: Sequence[Sequence[Device]], num_ranks: int) -> list[Device]:
+def ranks_on(devices: Sequence[Device], ranks: Sequence[Device]) -> list[int]:
+    """Return for each GPU of an engine the rank on it, given the GPU of each rank.
+
+    Raises:
+        WeightSyncError: One has none: Ray has given a restarted engine another GPU.
+    """
+    rank_on = {device: rank for rank, device in enumerate(ranks)}
+    if missing := [device for device in devices if device not in rank_on]:
+        raise WeightSyncError(f"no trainer rank is on {missing[0]}, which an engine has: restart the run")
+    return [rank_on[device] for device in devices]
+
+
+def assign_devices(
+    engines: Sequence[Sequence[Device]], num_ranks: int, *, all_of_them: bool = False
+) -> list[Device]:
     """Return the GPU of each rank: node by node, there those of one engine after those of another.
 
     Neighbouring ranks exchange the most data, and Ray spreads engines over nodes one by one.
 
     Raises:
-        EnvironmentNotReady: There are more ranks than GPUs.
+        EnvironmentNotReady: There are more ranks than GPUs; or, with `all_of_them`, more GPUs than ranks.
     """
     devices = [device for engine in engines for device in engine]
-    require_shared_gpus(num_ranks, len(devices))
+    require_shared_gpus(num_ranks, len(devices), all_of_them=all_of_them)
     return [devices[index] for index in group_by_node([device.node for device in devices])[:num_ranks]]
 
 

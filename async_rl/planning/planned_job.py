@@ -422,11 +422,11 @@ class TimedTrainer:
         """See `Trainer.checksums`."""
         return {}
 
-    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    async def share_bucket(self, number: int, bucket_bytes: int, ranks: list[int]) -> list[bytes]:
         """See `Trainer.share_bucket`."""
-        return [b""] * copies
+        return [b""] * len(ranks)
 
-    async def offload(self) -> None:
+    async def offload(self, keep_weights: bool = False) -> None:
         """See `Trainer.offload`."""
 
     async def reload(self) -> None:
@@ -459,6 +459,10 @@ class PlannedCluster:
     def engines_of(self, model: str) -> NoReturn:
         """See `Cluster.engines_of`."""
         raise AssertionError(f"a plan has no engines of {model}")
+
+    def ranks_beside(self, engine_id: str) -> tuple[int, ...]:
+        """See `WeightRoutes.ranks_beside`."""
+        return ()
 
     async def start_engines(self) -> list[Engine]:
         """See `Cluster.start_engines`."""

@@ -2,7 +2,7 @@
 
 ```
  distributed    gather ─► send ─► load     a bucket is gathered while the one before is sent and loaded
- tensor         gather ─────────► load     the same, through memory of the host
+ tensor         gather ─────────► load     the same, through memory of the host, or on shared GPUs
  disk, delta    publish ────────► load     engines generate while files are written
 ```
 
@@ -80,10 +80,12 @@ def estimate_update(
         return UpdateEstimate(publish_s=written_s + in_memory_s, load_s=in_memory_s)
     if weights.transport == "tensor":
         rounds = max(1, ceil(num_bytes / weights.bucket_bytes))
+        gathered_s, requested_s = num_bytes / workload.gather_bytes_per_s, rounds * workload.update_request_s
+        if config.placement.shared and gpus_per_node:  # buckets stay on the GPU
+            loaded_s = num_bytes / workload.load_bytes_per_s
+            return UpdateEstimate(gather_s=gathered_s, load_s=loaded_s + requested_s, rounds=rounds)
         return UpdateEstimate(
-            gather_s=num_bytes / workload.gather_bytes_per_s + in_memory_s,
-            load_s=in_memory_s + rounds * workload.update_request_s,
-            rounds=rounds,
+            gather_s=gathered_s + in_memory_s, load_s=in_memory_s + requested_s, rounds=rounds
         )
     senders = num_senders(config, gpus_per_node)
     engines, tp_size, is_shared = 1 if weights.rolling else engines, 1, True

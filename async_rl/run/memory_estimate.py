@@ -25,7 +25,10 @@ from async_rl.runtime.devices import detect_device
 from async_rl.trainer_protocol import RankMemory, TrainerMemory
 
 RUNTIME_BYTES: Final = 3 << 30
-"""What a trainer process takes on a GPU besides tensors: CUDA context, NCCL buffers, fragments, at most."""
+"""What a process takes on a GPU besides tensors: CUDA context, NCCL buffers, fragments, at most."""
+
+HAND_OVER: Final = "hand-over"
+"""The moment at which a trainer's rank and an engine's have weights on one device."""
 
 _UNITS: Final = {"GB": 10**9, "GIB": 1 << 30, "MB": 10**6, "MIB": 1 << 20}
 
@@ -71,7 +74,8 @@ def estimate_devices(config: Config, gpu: int | None) -> list[DeviceUse]:
             `models` are not there and its architecture is none that the package knows.
     """
     trainer = _trainer_memory(config, gpu)
-    ranks = [_rank_use(each, cuda=_on_gpu(config.trainer.device, gpu)) for each in trainer.ranks]
+    cuda = _on_gpu(config.trainer.device, gpu)
+    ranks = [_rank_use(_beside_engine(each, config, trainer, cuda=cuda), cuda=cuda) for each in trainer.ranks]
     longest = config.rollout.max_context_tokens
     uses = [*ranks, *_engine_uses("", config, longest, trainer, gpu)]
     for name in config.models:
@@ -170,6 +174,8 @@ def _trainer_changes(config: Config) -> Iterator[list[str]]:
     least = [*recompute[-1:], *budgets[-1:]]
     optimizer = list(_optimizer_changes(config))
     alone = [*recompute, *budgets, *split, *optimizer]
+    if config.placement.shared and config.weights.transport == "tensor":
+        alone.insert(0, ["weights.transport=disk"])  # no engine has weights beside the trainer's
     yield from alone
     saved = list(itertools.chain.from_iterable(least))
     yield from ([*saved, *change] for change in ([], *split, *optimizer))
@@ -219,6 +225,17 @@ def _on_gpu(device: str, gpu: int | None) -> bool:
     return device == "cuda"
 
 
+def _beside_engine(rank: RankMemory, config: Config, memory: TrainerMemory, *, cuda: bool) -> RankMemory:
+    """Return what a rank's device holds, with an engine's weights at the moment at which both have theirs."""
+    if HAND_OVER not in rank.moments or not isinstance(config.engine, SGLangEngines):
+        return rank
+    of_engine = {"engine's weights": -(-memory.model_bytes // config.engine.tp_size)}
+    if cuda:
+        of_engine["engine's runtime"] = RUNTIME_BYTES
+    moments = rank.moments | {HAND_OVER: rank.moments[HAND_OVER] | of_engine}
+    return msgspec.structs.replace(rank, moments=moments)
+
+
 def _rank_use(rank: RankMemory, *, cuda: bool) -> DeviceUse:
     parts = rank.moments[rank.fullest] | ({"runtime": RUNTIME_BYTES} if cuda else {})
     name = f"rank {rank.first}" if rank.first == rank.last else f"ranks {rank.first}-{rank.last}"
@@ -254,7 +271,7 @@ def _engine_use(
         # SGLang's `state_capturer/base.py`: int32 of all layers, of a batch on the device and of the cache.
         row = facts.num_layers * facts.top_k * 4
         parts["routing"] = max(prefill, engine.max_running_requests) * row
-    if config.weights.transport in ("distributed", "tensor"):
+    if config.weights.transport in ("distributed", "tensor") and not config.placement.shared:
         is_patched = config.weights.transport == "distributed" and engine.narrow_routing
         senders = num_senders(config, gpus_of_a_node(config)) if is_patched else 1
         parts["buckets"] = config.weights.bucket_bytes * senders

@@ -104,20 +104,31 @@ def check_shared_gpus(config: Config) -> None:
     if config.placement.shared:
         engines = [group for group in engine_groups(config) if group.name == "engine"]
         gpus = sum(group.number * group.num_nodes * ceil(group.gpus) for group in engines)
-        require_shared_gpus(config.trainer.num_ranks, gpus)
+        require_shared_gpus(config.trainer.num_ranks, gpus, all_of_them=config.weights.transport == "tensor")
 
 
-def require_shared_gpus(num_ranks: int, num_gpus: int) -> None:
+def require_shared_gpus(num_ranks: int, num_gpus: int, *, all_of_them: bool = False) -> None:
     """Refuse more ranks than the engines have GPUs.
 
+    Args:
+        num_ranks: Ranks of the trainer.
+        num_gpus: GPUs of the engines.
+        all_of_them: Whether each GPU needs a rank, which hands it weights.
+
     Raises:
-        EnvironmentNotReady: There are more.
+        EnvironmentNotReady: There are more, or too few.
     """
     if num_ranks > num_gpus:
         raise EnvironmentNotReady(
             f"placement.shared: trainer.num_ranks is {num_ranks}, but the engines have {num_gpus} GPUs "
             "to share: a rank needs one of its own; raise engine.num_engines or engine.tp_size, or lower "
             "trainer.num_ranks"
+        )
+    if all_of_them and num_ranks < num_gpus:
+        raise EnvironmentNotReady(
+            f"placement.shared: trainer.num_ranks is {num_ranks}, and the engines have {num_gpus} GPUs, each "
+            "of which is handed weights by a rank on it (weights.transport=tensor); set trainer.num_ranks="
+            f"{num_gpus}, or weights.transport=disk"
         )
 
 

@@ -222,11 +222,29 @@ class TimeSharedLoop(TrainLoop):
     """Alternates with the engines on the same devices.
 
     Once the trainer holds the devices it trains on every batch that is ready. When no batch is left, the
-    engines get the devices back, with the weights of the last step.
+    engines get the devices back, with the weights of the last step. So they do, without a step, when none
+    serves and only the trainer has the weights that one waits for.
     """
 
     _ready_batch: TakenBatch | None = None
     """The next batch, if one was ready when the step before ended."""
+
+    async def run(self) -> None:
+        """Train as `TrainLoop.run` does."""
+        async with Nursery() as nursery:
+            feeding = nursery.start_task("starved engines", self._feed_engines())
+            await super().run()
+            async with self._sync.exclusive_trainer():  # not in the middle of a hand-over
+                feeding.cancel()
+
+    async def _feed_engines(self) -> None:
+        """Bring the current weights to the engines whenever they are starved."""
+        while True:
+            await self._devices.wait_until_starved(self._sync)
+            async with self._sync.exclusive_trainer():
+                if self._devices.are_starved(self._sync):
+                    await self._devices.hand_to_trainer(self._trainer)
+                    await self._devices.hand_to_engines(self._sync, self._trainer, self.step)
 
     def _may_train(self) -> bool:
         return self.step < self._max_steps and (self._ready_batch is not None or not self._stop.is_set())
@@ -235,8 +253,8 @@ class TimeSharedLoop(TrainLoop):
         return self._ready_batch or await super()._next_batch()
 
     async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
-        await self._devices.hand_to_trainer(self._trainer)
         async with self._sync.exclusive_trainer():
+            await self._devices.hand_to_trainer(self._trainer)
             done = await self._train(batch, wait_s)
             if self._checkpoints.is_due(
                 self.step

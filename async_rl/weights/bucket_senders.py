@@ -12,7 +12,8 @@ The engine updater calls a sender once per wave of engines:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from itertools import chain
 from typing import Final, Protocol
 
 import msgspec
@@ -156,10 +157,18 @@ class BroadcastSender:
 class SharedMemorySender:
     """`weights.transport: tensor`: the trainer fills buckets in memory that engines on its node open."""
 
-    def __init__(self, trainer: Trainer, *, tp_size: int, bucket_bytes: int) -> None:
-        """Send nothing yet; each of an engine's `tp_size` ranks gets a payload of its own."""
+    def __init__(
+        self, trainer: Trainer, *, ranks_beside: Callable[[str], Sequence[int]], bucket_bytes: int
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            trainer: Fills buckets.
+            ranks_beside: Returns for each rank of an engine the trainer rank that it reads from.
+            bucket_bytes: Size of a bucket.
+        """
         self._trainer = trainer
-        self._tp_size = tp_size
+        self._ranks_beside = ranks_beside
         self._bucket_bytes = bucket_bytes
         self._buckets: tuple[WeightBucket, ...] = ()
         self._engines: dict[str, Engine] = {}
@@ -228,9 +237,11 @@ class SharedMemorySender:
         return [engine_id for engine_id, has in zip(engine_ids, died, strict=True) if has]
 
     async def _share_bucket(self, number: int) -> Mapping[str, Sequence[bytes]]:
-        """Return a bucket in shared memory: for each reader as many payloads as it has ranks."""
-        readers, ranks = self._relay.readers, self._tp_size
+        """Return payloads of a bucket: for each reader as many as it has ranks."""
+        ranks = {reader: self._ranks_beside(reader) for reader in self._relay.readers}
         begin_s = asyncio.get_running_loop().time()
-        payloads = await self._trainer.share_bucket(number, self._bucket_bytes, ranks * len(readers))
+        payloads = iter(
+            await self._trainer.share_bucket(number, self._bucket_bytes, [*chain(*ranks.values())])
+        )
         self._gather_s += asyncio.get_running_loop().time() - begin_s
-        return {reader: payloads[i * ranks : (i + 1) * ranks] for i, reader in enumerate(readers)}
+        return {reader: [next(payloads) for _ in of_reader] for reader, of_reader in ranks.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -51,6 +51,10 @@ class WeightRoutes(Protocol):
 
     async def open_port(self, rank: int) -> tuple[str, int]:
         """Return host and a free port of a trainer rank, where it and an engine can meet."""
+        ...
+
+    def ranks_beside(self, engine_id: str) -> Sequence[int]:
+        """Return for each GPU of an engine the trainer rank on it; nothing where they share no GPUs."""
         ...
 
     def local_folder(self, engine_id: str) -> HostFolder | None:

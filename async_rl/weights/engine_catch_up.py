@@ -7,6 +7,8 @@
    └─ else ──► the trainer sends it the current version alone, between two steps
 ```
 
+On devices that it shares with the trainer, an engine that cannot load files waits for the next hand-over.
+
 An engine that loads files serves only if theirs is still the current version then; else it loads again.
 """
 
@@ -48,6 +50,7 @@ class EngineCatchUp:
         trainer_busy: NamedLock,
         trainer_restarted: bool,
         routes: WeightRoutes,
+        shares_devices: bool = False,
     ) -> None:
         """Wire the parts.
 
@@ -61,6 +64,7 @@ class EngineCatchUp:
             trainer_busy: Held while the trainer's weights are ahead of the current version.
             trainer_restarted: Whether engines may have part of what an earlier trainer sent.
             routes: Knows which engines were started by others, and so outlive the run.
+            shares_devices: Whether the trainer's weights are on its host while engines catch up.
         """
         self._config = config
         self._pool = pool
@@ -71,6 +75,7 @@ class EngineCatchUp:
         self._trainer_busy = trainer_busy
         self._trainer_restarted = trainer_restarted
         self._routes = routes
+        self._shares_devices = shares_devices
         self._locks: dict[str, asyncio.Lock] = {}
         """By engine: held while it catches up, so that none is interrupted by a second one once it serves."""
         self._publishes_on_demand = config.transport == "delta"
@@ -126,6 +131,8 @@ class EngineCatchUp:
         for _ in range(_MAX_RETRIES):
             if sender is not None and not publisher.has_files(publisher.current_version):
                 sender.forget(engine.engine_id)  # its process may be another one
+                if self._shares_devices:
+                    return  # it joins until the next hand-over, see `SharedDevices.hand_to_engines`
                 if at_once or not await self._take_next_update(engine.engine_id):
                     await self._take_alone(engine)
                 return

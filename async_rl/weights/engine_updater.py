@@ -30,7 +30,7 @@ from async_rl.engines.pool import EnginePool, EngineSnapshot, EngineState
 from async_rl.errors import EngineError, EngineTimeout, TrainerError, WeightsNotReceived, WeightSyncError
 from async_rl.runtime.supervision import Nursery, finished
 from async_rl.runtime.waits import waiting
-from async_rl.weights.bucket_senders import BucketSender
+from async_rl.weights.bucket_senders import BucketSender, Sent
 from async_rl.weights.checksums import VersionVerifier
 from async_rl.weights.delta_delivery import DeltaDelivery
 from async_rl.weights.publisher import WeightPublisher
@@ -79,6 +79,13 @@ class UpdateCost(msgspec.Struct):
             "load": max(0.0, transfer_s - self.gather_s - self.send_s),
             "verify": max((each.verify_s for each in self.engines), default=0.0),
         }
+
+
+def quarantine_silent(pool: EnginePool, sent: Sent) -> None:
+    """Quarantine engines that were found stopped, which ends their requests."""
+    for engine in sent.silent:
+        message = f"engine {engine.engine_id} gave no sign of life while it received weights"
+        pool.quarantine_engine(engine.engine_id, EngineTimeout(message))
 
 
 class _HeldEngine(msgspec.Struct, frozen=True):
@@ -346,9 +353,7 @@ class EngineUpdater:
                 sent = await sender.send_buckets()
             cost.gather_s, cost.send_s = sent.gather_s, sent.send_s
             cost.num_bytes += sent.num_bytes
-            for engine in sent.silent:
-                message = f"engine {engine.engine_id} gave no sign of life while it received weights"
-                self._pool.quarantine_engine(engine.engine_id, EngineTimeout(message))
+            quarantine_silent(self._pool, sent)
         except EngineError as error:
             log.warning("sending weights: %s", error)
 

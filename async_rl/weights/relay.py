@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Final, Generic, TypeVar
 
-from async_rl.errors import WeightSyncError
+from async_rl.errors import WeightsNotReceived, WeightSyncError
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class BucketRelay(Generic[T]):
         """Fetch buckets as buffers become free, until all are fetched or no reader is left.
 
         Raises:
-            Exception: What `fetch` raised; the readers get a `WeightSyncError`.
+            Exception: What `fetch` raised; the readers get a `WeightsNotReceived`.
         """
         try:
             while self._done and len(self._buckets) < self._num_buckets:
@@ -95,7 +95,8 @@ class BucketRelay(Generic[T]):
         """Yield all buckets in order; each may be read until the next one is requested.
 
         Raises:
-            WeightSyncError: When the trainer has failed, or the reader was removed.
+            WeightsNotReceived: When the trainer has failed.
+            WeightSyncError: When the reader was removed.
         """
         for number in range(self._num_buckets):
             if reader not in self._done:
@@ -104,9 +105,8 @@ class BucketRelay(Generic[T]):
             self._wake()
             while number >= len(self._buckets):
                 if self._error is not None:
-                    raise WeightSyncError(f"the trainer sent {number} of {self._num_buckets} buckets") from (
-                        self._error
-                    )
+                    message = f"the trainer sent {number} of {self._num_buckets} buckets"
+                    raise WeightsNotReceived(message) from self._error
                 await self._changed.wait()
             yield self._buckets[number]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
@@ -28,14 +28,15 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.engine_protocol import Engine
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.observability.metrics import Metrics
+from async_rl.runtime.supervision import Nursery
 from async_rl.runtime.waits import NamedLock, waiting
 from async_rl.trainer_protocol import Trainer
-from async_rl.weights.bucket_senders import BroadcastSender, BucketSender, SharedMemorySender
+from async_rl.weights.bucket_senders import BroadcastSender, BucketSender, Sent, SharedMemorySender
 from async_rl.weights.checksums import ChecksumComparison, VersionVerifier
 from async_rl.weights.delta_delivery import DeltaDelivery, WeightRoutes
 from async_rl.weights.engine_catch_up import EngineCatchUp
 from async_rl.weights.engine_groups import EngineGroups
-from async_rl.weights.engine_updater import EngineUpdater, UpdateCost
+from async_rl.weights.engine_updater import EngineUpdater, UpdateCost, quarantine_silent
 from async_rl.weights.publisher import WeightPublisher
 
 log = logging.getLogger(__name__)
@@ -114,7 +115,11 @@ class WeightSync:
             self._groups = EngineGroups(trainer, routes, tp_size=tp_size)
             self._sender = BroadcastSender(trainer, self._groups, weights.bucket_bytes)
         elif weights.transport == "tensor":
-            self._sender = SharedMemorySender(trainer, tp_size=tp_size, bucket_bytes=weights.bucket_bytes)
+            self._sender = SharedMemorySender(
+                trainer,
+                ranks_beside=lambda engine_id: routes.ranks_beside(engine_id) or [0] * tp_size,
+                bucket_bytes=weights.bucket_bytes,
+            )
         self._updater = EngineUpdater(
             weights,
             pool=pool,
@@ -134,6 +139,7 @@ class WeightSync:
             trainer_busy=self.trainer_busy,
             trainer_restarted=generation > 0,
             routes=routes,
+            shares_devices=config.placement.shared,
         )
         """Brings single engines to the current version."""
 
@@ -168,13 +174,55 @@ class WeightSync:
 
     # -- engines that share their devices with the trainer: `device_sharing` decides when -------------------
 
+    @property
+    def has_files(self) -> bool:
+        """Whether there are files of the current version, which engines load; else it is sent to them."""
+        return self._publisher.has_files(self._publisher.current_version)
+
     async def publish_version(self, version: int) -> None:
-        """Make a version the current one and publish its files, from which engines are loaded one by one."""
+        """Make a version the current one, and publish its files unless it is to be sent."""
         async with self._lock:
-            await self._publisher.ensure_files(version)
+            if self._sender is None:
+                await self._publisher.ensure_files(version)
             await self._verifier.expect_version(version)
             self._publisher.current_version = version
             await self._publisher.remove_old_files()
+
+    async def send_current_version(
+        self, engines: Collection[Engine], receiving: Callable[[Engine], AbstractAsyncContextManager[None]]
+    ) -> Sent:
+        """Send the current version to engines that have memory for it, all at once.
+
+        Args:
+            engines: The engines.
+            receiving: Returns a context in which an engine receives. It handles the engine's failure, and
+                passes over `WeightsNotReceived`: the trainer has failed.
+
+        Raises:
+            AsyncRLError: The trainer's.
+        """
+        sender, version = self._sender, self._publisher.current_version
+        assert sender is not None, "a version without files is sent"
+
+        async def receive(engine: Engine) -> None:
+            try:
+                async with receiving(engine):
+                    await engine.update_weights(sender.update_for(engine.engine_id, version), flush=True)
+            finally:
+                sender.end_receiving(engine.engine_id)
+
+        async def send() -> Sent:
+            sent = await sender.send_buckets()
+            quarantine_silent(self._pool, sent)
+            return sent
+
+        await sender.connect(list(engines))
+        sender.begin_sending([engine.engine_id for engine in engines])
+        async with Nursery() as nursery:
+            for engine in engines:
+                nursery.start_task(f"update {engine.engine_id}", receive(engine))
+            sending = nursery.start_task("send weights", send())
+        return sending.result()
 
     async def serve_current_version(self, engine: Engine) -> None:
         """Verify what an engine that can take calls again has loaded, and let it serve.
@@ -183,7 +231,7 @@ class WeightSync:
             EngineError: When it has another version. The caller bounds the time.
         """
         version = self._publisher.current_version
-        await self._verifier.verify_version(engine, version, from_files=True)
+        await self._verifier.verify_version(engine, version, from_files=self.has_files)
         self._pool.serve_engine(engine.engine_id, version)
 
     # -- engines with devices of their own ----------------------------------------------------------------

@@ -12,6 +12,7 @@ import signal
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import aiohttp
@@ -19,9 +20,12 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import torch
+from torch.multiprocessing import reductions
 
 from async_rl.config import WeightsConfig
-from async_rl.engine_protocol import DiskUpdate, GroupInvite
+from async_rl.engine_protocol import DiskUpdate, GroupInvite, TensorSpec
+from async_rl.engines.device_memory import stop_engine
 from async_rl.engines.pool import EnginePool
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.generate_call import encode_request
@@ -34,6 +38,7 @@ from async_rl.types import VersionSpan
 from async_rl.weights import checksums
 from async_rl.weights.broadcast import WeightGroup
 from async_rl.weights.checksums import VersionVerifier
+from async_rl.weights.shared_memory import payload_for
 from tests.support.engine_calls import Call, call, request
 from tests.support.scripted import RecordingTrainer
 from tests.support.sglang_world import VOCAB_SIZE, SGLangWorld
@@ -71,6 +76,48 @@ async def test_a_whole_update_follows_when_one_was_left_in_the_middle(
     await sender.share(engine, 3)
     assert await engine.checksums() == (whole,)
     sender.export.close()
+
+
+async def test_weights_are_sent_when_the_engine_has_memory_for_nothing_else(
+    sglang_world: SGLangWorld, engine: SGLangEngine, tmp_path: Path
+) -> None:
+    sender = WeightSender(sglang_world, tmp_path)
+    stopped = await stop_engine(engine, engine.interrupt)
+    loadable = await (await stopped.release_all()).resume_weights()
+    empty = await loadable.release_weights()  # a hand-over that was cut short
+    loadable = await empty.resume_weights()
+    await sender.share(engine, 2)
+    await loadable.resume_rest()
+    assert (await engine.health()).weight_version == 2
+    assert await engine.checksums() == (sender.export.checksums(),)
+    assert len((await call(engine, PROMPT, 3)).token_ids) == 3
+    sender.export.close()
+
+
+def test_sglang_reads_the_handle_of_a_bucket_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its allow list has all that is in the pickle, and it knows the GPU by its UUID."""
+    from sglang.srt.utils import MultiprocessingSerializer, patch_torch
+
+    arguments = (torch.Tensor, torch.Size([8]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 0)
+    others = (b"handle", 8, 0, False, b"counter", 0, b"event", True)
+    handle = reductions.rebuild_cuda_tensor, (*arguments, *others)
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: handle)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid="gpu-a"))
+    spec = TensorSpec(name="a", dtype="float32", shape=(2,))
+    payload = payload_for(cast(torch.Tensor, SimpleNamespace(is_cuda=True)), [spec])
+    opened: list[object] = []
+
+    def of_number(number: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=f"gpu-{'bca'[number]}")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", of_number)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", patch_torch._rebuild_cuda_tensor_modified)
+    monkeypatch.setattr(
+        reductions, "_rebuild_cuda_tensor_original", lambda *given: opened.append(given), raising=False
+    )
+    MultiprocessingSerializer.deserialize(payload)
+    assert opened == [(*arguments[:6], 2, *others)]
 
 
 def test_sending_weights_fails_when_no_engine_joins() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -31,8 +31,11 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
 
     def digest(worker) -> list[int]:
         """Return sums of bit patterns of everything that the next step needs."""
-        tensors = [tensor.detach().reshape(-1) for tensor in training_state(worker)]
-        return [int(t.view(torch.uint8).to(torch.int64).sum()) for t in tensors]
+        return digest_of(enumerate(training_state(worker)))
+
+    def digest_of(tensors: Iterable[tuple[object, torch.Tensor]]) -> list[int]:
+        flat = (tensor.detach().reshape(-1) for _, tensor in tensors)
+        return [int(each.view(torch.uint8).to(torch.int64).sum()) for each in flat]
 
     def timed(move: Callable[[], None]) -> tuple[float, float]:
         """Return the seconds that a call took, and the GiB of device memory in use afterwards."""
@@ -54,18 +57,28 @@ def test_the_trainer_leaves_the_device_and_comes_back(way: str, tmp_path: Path, 
         )  # into host memory that it has from the first time
         back_again_s, _ = timed(offload.reload_state)
         found.append(digest(worker))
+        exported = digest_of(worker.export_weights())
+        _, with_weights = timed(lambda: offload.offload_state(keep_weights=True))
+        kept = digest_of(worker.export_weights())
+        _, during_last = timed(offload.offload_state)
+        offload.reload_state()
+        found.append(digest(worker))
         norm = worker.train_on(batches[1], 2).metrics["grad_norm"]
     with started(config) as worker:
         undisturbed = [worker.train_on(batch, step) for step, batch in enumerate(batches, start=1)]
     measure("memory before", before, "GiB")
     measure("memory while away, first time", during, "GiB")
     measure("memory while away, again", during_again, "GiB")
+    measure("memory while only weights stay", with_weights, "GiB")
     measure("memory after", after, "GiB")
     measure("to the host, first time", away_s, "s")
     measure("back, first time", back_s, "s")
     measure("to the host, again", moved / again_s, "GiB/s")
     measure("back, again", moved / back_again_s, "GiB/s")
-    assert found == [expected, expected]
+    assert found == [expected] * 3
+    assert kept == exported
+    assert during_again < with_weights < before
+    assert during_last == pytest.approx(during_again, abs=0.05)
     # GPU kernels sum in any order: two runs of the same two steps differ in their last bits.
     assert norm == pytest.approx(undisturbed[1].metrics["grad_norm"], rel=0.02)
     assert before - during > 0.95 * moved

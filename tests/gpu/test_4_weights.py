@@ -1,4 +1,4 @@
-"""Weights reach an engine on a GPU through shared memory, and over NCCL if it has its own device."""
+"""Weights reach an engine on a GPU through shared memory, by handles, and over NCCL if it has its own GPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from async_rl.engine_protocol import DistributedUpdate, GroupInvite, TensorUpdate, WeightBucket
+from async_rl.engines.device_memory import stop_engine
 from async_rl.engines.sglang.server import free_port
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
@@ -38,6 +39,18 @@ def size_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
 
 async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, measure) -> None:
     """Weights sent through shared memory give an engine the answers of one started with them."""
+    await take_shared_weights(tmp_path, measure, shares_device=False)
+
+
+async def test_an_engine_takes_weights_by_handles_on_a_shared_gpu(tmp_path: Path, measure) -> None:
+    """Weights that stay on a shared GPU give an engine, which has memory for nothing else, the same answers.
+
+    No bucket is left on the device when the engine has answered.
+    """
+    await take_shared_weights(tmp_path, measure, shares_device=True)
+
+
+async def take_shared_weights(tmp_path: Path, measure, *, shares_device: bool) -> None:
     old, new = build(tmp_path / "old", seed=0), build(tmp_path / "new", seed=1)
     async with serving(new, tmp_path) as engine:
         expected = await call(engine, PROMPT, 32)
@@ -48,19 +61,27 @@ async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, mea
         torch.device("cuda"),
         owners=lambda: assign_owners([(0, [spec_of(*each) for each in tensors])], (0,)),
         group_timeout_s=60,
+        shares_device=shares_device,
     )
-    buckets = export.plan_buckets(BUCKET_BYTES)
+    buckets, held = export.plan_buckets(BUCKET_BYTES), torch.cuda.memory_allocated()
 
     async def shared() -> AsyncGenerator[Sequence[bytes], None]:
         for number in range(len(buckets)):
-            yield await asyncio.to_thread(export.share_bucket, number, BUCKET_BYTES, 1)
+            yield await asyncio.to_thread(export.share_bucket, number, BUCKET_BYTES, [0])
 
-    async with serving(old, tmp_path) as engine:
+    async with serving(old, tmp_path, shared=shares_device) as engine:
+        if shares_device:
+            empty = await (await stop_engine(engine, engine.interrupt)).release_all()
+            loadable = await empty.resume_weights()
         begin = time.perf_counter()
         await engine.update_weights(
             TensorUpdate(weight_version=1, num_buckets=len(buckets), buckets=shared), flush=True
         )
         seconds = time.perf_counter() - begin
+        export.release_device()
+        assert torch.cuda.memory_allocated() == held
+        if shares_device:
+            await loadable.resume_rest()
         found = await call(engine, PROMPT, 32)
     export.close()
     measure("sent and loaded", size_of(tensors) / 2**30 / seconds, "GiB/s")

@@ -16,13 +16,22 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.sglang, pytest.mark.megatron, pytest.mark.ray]
 
 
-@pytest.mark.parametrize("lora", ["null", "{rank: 16, alpha: 32}"], ids=["weights", "adapters"])
-def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure, lora: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "transport", "lora"),
+    [
+        ("files", "disk", "null"),
+        ("handles", "tensor", "null"),
+        ("adapters", "disk", "{rank: 16, alpha: 32}"),
+    ],
+    ids=["files", "handles", "adapters"],
+)
+def test_a_run_trains_on_one_gpu_in_turns(
+    calculator: Path, measure, name: str, transport: str, lora: str
+) -> None:
     """A run in which an engine and a trainer time-share one GPU trains within its staleness bound.
 
-    With adapters the engine keeps the model's weights on its host.
+    The engine takes weights from files or from the GPU, or adapters beside the model's weights on its host.
     """
-    name = "weights" if lora == "null" else "adapters"
     # The example's own model is float32 and has head sizes that fused kernels do not support.
     model = build(calculator / "model-of-gpus", speaks_as=calculator / "model")
     overrides = {
@@ -40,6 +49,7 @@ def test_a_run_trains_on_one_gpu_in_turns(calculator: Path, measure, lora: str) 
         "trainer.layout": "{}",
         "trainer.lora": lora,
         "placement.shared": "true",
+        "weights.transport": transport,
     }
     command = [sys.executable, "-m", "async_rl.cli.main", "train", "examples/calculator/config.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]

@@ -218,6 +218,36 @@ async def test_engines_serve_the_adapter_that_the_trainer_trains(
 
 
 @pytest.mark.long
+async def test_engines_take_weights_bucket_by_bucket_on_the_trainers_devices(
+    calculator, tmp_path, monkeypatch, caplog
+):
+    """On a CPU through shared memory, with each side's memory where it is on a GPU."""
+    caplog.set_level("INFO", logger="async_rl")
+    monkeypatch.setattr(SecondGroupLater, "first_update", FirstUpdate(monkeypatch), raising=False)
+    config = make_config(
+        calculator,
+        tmp_path,
+        f"rollout.agent_loop={__name__}:SecondGroupLater",
+        "placement.shared=true",
+        "weights.transport=tensor",
+        "weights.bucket_bytes=262144",
+        "weights.verify=checksum",
+        "trainer.groups_per_batch=1",
+        "rollout.max_staleness=1",
+        "run.max_steps=4",
+    )
+    summary, run_dir, batches = await run(config, monkeypatch)
+    assert_sound(summary, batches, config)
+    assert summary.log_prob_abs_diff_mean < 1e-4
+    assert summary.interrupted_share > 0
+    records = step_record_log(run_dir / "metrics.jsonl").read()
+    assert [record.weight_version for record in records] == [1, 2, 3, 4]
+    assert sum(record.sync_bytes for record in records) > 0
+    assert list((run_dir / "weights").glob("version_*")) == []
+    assert "is quarantined" not in caplog.text
+
+
+@pytest.mark.long
 async def test_broadcast_weights_and_a_killed_engine_and_then_a_resume(
     calculator, tmp_path, monkeypatch, caplog
 ):

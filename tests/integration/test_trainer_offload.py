@@ -37,6 +37,7 @@ def test_steps_go_on_as_if_nothing_had_happened_when_the_state_was_away_in_betwe
     with started(trainer_config(two_layers, dtype=dtype)) as worker:
         offload = TrainerOffload(worker.model, saver=saver if in_regions else None)
         for step, batch in enumerate(batches, start=1):
+            offload.offload_state(keep_weights=step == 2)
             offload.offload_state()  # before the first step there are no moments yet
             offload.reload_state()
             worker.train_on(batch, step)
@@ -89,6 +90,44 @@ def test_all_that_is_left_are_addresses_when_the_state_is_away_in_regions(two_la
             expected = torch.zeros_like(before[place]) if place in gradients else before[place]
             assert torch.equal(as_bytes(storage), expected)
         assert not differing(weights(worker), content)
+
+
+@pytest.mark.parametrize("in_regions", [False, True], ids=["emptied", "in regions"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_are_exported_while_all_the_rest_is_away(two_layers, dtype, in_regions, saver):
+    with started(trainer_config(two_layers, dtype=dtype)) as worker:
+        offload = TrainerOffload(worker.model, saver=saver if in_regions else None)
+        worker.train_on(random_batch(layers=2), 1)
+        if in_regions:  # storages that are new leave as they do without
+            offload.offload_state(keep_weights=True)
+            offload.reload_state()
+        expected, state = weights(worker), [tensor.clone() for tensor in training_state(worker)]
+        module = {p.untyped_storage().data_ptr() for c in worker.model.chunks for p in c.module.parameters()}
+        offload.offload_state(keep_weights=True)
+        parameters, moments, gradients = parts(worker.model)
+        main = [p for p in parameters if p.untyped_storage().data_ptr() not in module]
+        assert len(main) == 0 if dtype == "float32" else len(main) > 10
+        assert all(is_away(tensor) for tensor in [*main, *moments, *gradients])
+        assert not differing(weights(worker), expected)
+        offload.offload_state(keep_weights=True)  # a second time
+        assert not differing(weights(worker), expected)
+        first = offload.num_bytes
+        offload.offload_state()
+        assert offload.num_bytes > first
+        assert all(is_away(tensor) for part in parts(worker.model) for tensor in part)
+        offload.offload_state(keep_weights=True)  # they are not brought back
+        offload.reload_state()
+        assert all(map(torch.equal, training_state(worker), state))
+        offload.offload_state(keep_weights=True)
+        offload.reload_state()  # a hand-over that was cut short
+        assert all(map(torch.equal, training_state(worker), state))
+        assert not differing(weights(worker), expected)
+
+
+def is_away(tensor):
+    """Whether a storage is empty, or its pages are released."""
+    storage = tensor.untyped_storage()
+    return not storage.nbytes() or bool((as_bytes(storage) == GARBAGE).all())
 
 
 def parts(model):

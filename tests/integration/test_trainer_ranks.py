@@ -417,10 +417,10 @@ class _Look:
     def sharing(self, worker):
         """Weights into shared memory, bucket by bucket: what rank 0 puts there, and what all ranks hold."""
         plan = worker.plan_buckets(BUCKET_BYTES)
-        worker.share_bucket(0, BUCKET_BYTES, 1)  # left in the middle: the next one starts anew
+        worker.share_bucket(0, BUCKET_BYTES, [0])  # left in the middle: the next one starts anew
         found, counts = {}, set()
         for number, bucket in enumerate(plan):
-            counts.add(len(worker.share_bucket(number, BUCKET_BYTES, 2)))
+            counts.add(len(worker.share_bucket(number, BUCKET_BYTES, [0, 0])))
             if self.rank == 0:
                 buffer, end = worker.weights.shared_buffers[number % 2], 0
                 for spec in bucket.tensors:

@@ -49,6 +49,7 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
     "workers": lambda: with_two_workers(small_run(0, ("kill_worker", "mute_worker"))),
     "overlap": lambda: overlapping(SLOW_SEND, "step_fails"),
     "shared devices": lambda: shared_run(0, ("refuse_memory", "die")),
+    "handles": lambda: shared_run(0, ("refuse_memory", "die"), transport="tensor"),
 }
 
 
@@ -63,6 +64,9 @@ SCENARIOS: dict[str, Callable[[], Scenario]] = {
         pytest.param("overlap", "WeightSync.update_from_snapshot", marks=pytest.mark.long),
         ("shared devices", "SharedDevices.hand_to_engines"),
         pytest.param("shared devices", "SharedDevices._clear_engine", marks=pytest.mark.long),
+        ("handles", "SharedDevices.hand_to_engines"),
+        ("handles", "WeightSync.send_current_version"),
+        pytest.param("handles", "TimeSharedLoop._feed_engines", marks=pytest.mark.long),
     ],
 )
 def test_nothing_is_lost_when_a_run_is_cancelled_within(tmp_path: Path, scenario: str, within: str) -> None:

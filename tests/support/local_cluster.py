@@ -111,7 +111,7 @@ class CheckingTrainer:
     async def saved_checkpoint(self, wait: bool) -> Saved:
         return self.saved
 
-    async def offload(self) -> None:
+    async def offload(self, keep_weights: bool = False) -> None:
         self.away = True
 
     async def reload(self) -> None:
@@ -155,6 +155,9 @@ class LocalCluster:
             self.models[model] = SimulatedModel(model, config.of_model(model), self.engines[0].facts)
             self.workers.add_engines(self.models[model].engines)
         return self.models[model]
+
+    def ranks_beside(self, engine_id: str) -> tuple[int, ...]:
+        return ()
 
     async def start_engines(self) -> list[Engine]:
         return [] if self.trainer.config.engine.urls_file else list(self.engines)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 
-from async_rl.config import Config, SGLangEngines
+from async_rl.config import Config, PlacementConfig, SGLangEngines
 from async_rl.config.engine_settings import WeightsConfig
 from async_rl.engine_protocol import Engine, GroupInvite, WeightBucket
 from async_rl.engines.pool import EnginePool, EngineState
@@ -171,7 +171,12 @@ def world_of(
     )
     weights = WeightsConfig(transport=transport, bucket_bytes=ranks.bucket_bytes, timeout_s=60.0)
     sync = WeightSync(
-        cast(Config, SimpleNamespace(weights=weights, engine=SGLangEngines(), adapters=None)),
+        cast(
+            Config,
+            SimpleNamespace(
+                weights=weights, engine=SGLangEngines(), adapters=None, placement=PlacementConfig()
+            ),
+        ),
         pool=pool,
         trainer=cast(Trainer, ranks),
         routes=cast(Any, routes),

@@ -14,6 +14,7 @@ from async_rl.engine_protocol import (
     GenerateRequest,
     GroupInvite,
     InterruptMode,
+    MemoryPart,
     RoutingPayload,
     TensorSpec,
     TensorUpdate,
@@ -132,6 +133,12 @@ class ScriptedEngine:
             self.buckets = [list(payloads) async for payloads in update.buckets()]
         self.weight_version = update.weight_version
 
+    async def release_memory(self, parts: Sequence[MemoryPart]) -> None:
+        self._step(f"release {' '.join(parts)}")
+
+    async def resume_memory(self, parts: Sequence[MemoryPart]) -> None:
+        self._step(f"take {' '.join(parts)}")
+
     async def health(self) -> EngineHealth:
         self._step("health")
         return EngineHealth(weight_version=self.weight_version if self.lie is None else self.lie)
@@ -177,8 +184,8 @@ class RecordingTrainer:
             if name == "send_weights":
                 return SendReport(gather_s=0.5, send_s=0.25)
             if name == "share_bucket":
-                number, _, copies = arguments
-                return [f"{number}.{copy}".encode() for copy in range(copies)]
+                number, _, ranks = arguments
+                return [f"{number}.{copy}".encode() for copy in range(len(ranks))]
             return None
 
         return call

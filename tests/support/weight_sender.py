@@ -65,7 +65,7 @@ class WeightSender:
         async def buckets() -> AsyncGenerator[list[bytes], None]:
             for number in range(len(self.plan)):
                 before(number)
-                yield self.export.share_bucket(number, BUCKET_BYTES, 1)
+                yield self.export.share_bucket(number, BUCKET_BYTES, [0])
 
         update = TensorUpdate(weight_version=version, num_buckets=len(self.plan), buckets=buckets)
         await engine.update_weights(update, flush=True)

@@ -159,7 +159,10 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "check_sharing": [
         ("{placement: {shared: true}, weights: {interrupt: retract}}", "set weights.interrupt=abort"),
-        ("{placement: {shared: true}, weights: {transport: distributed}}", "set weights.transport=disk"),
+        (
+            "{placement: {shared: true}, weights: {transport: distributed}}",
+            "set weights.transport=tensor, or disk",
+        ),
         (
             "{placement: {shared: true}, weights: {interrupt: abort, transport: disk}, "
             "engine: {kind: sglang, device: cpu, extra_args: [--tokenizer-worker-num, '2']}, "

@@ -127,6 +127,26 @@ def test_an_engine_keeps_the_models_weights_on_its_host_when_it_shares_devices_a
     assert engine(merged, shared) == engine(shared) == (0, 0)
 
 
+HANDED_OVER = ("placement.shared=true", "weights.transport=tensor", "weights.interrupt=abort")
+
+
+def test_both_sides_have_weights_in_a_hand_over_by_handles(config: Path, check: Check) -> None:
+    """Three buckets and what is gathered are of the size of the embedding."""
+    embedding = 2 * 151936 * 2048
+    saved = ["trainer.layout.tp=8", "engine.num_engines=8"]
+    rank = rank_of(config, *HANDED_OVER, *saved, "engine.tp_size=1")
+    assert rank.moment == "hand-over"
+    assert rank.parts["engine's weights"] == 2 * PARAMETERS
+    assert rank.parts["buckets"] == 3 * embedding
+    assert rank.parts["gathered"] == 2 * embedding
+    assert not {"gradients", "optimizer"} & set(rank.parts)
+    assert "buckets" not in rank.host
+    found = rank_of(config, *HANDED_OVER, *saved, "engine.tp_size=2")
+    assert found.moment != "hand-over"  # the engine's part of a GPU is half as large
+    out = check(config, *HANDED_OVER, *saved, "engine.tp_size=1", gpu="78GB", code=2)
+    assert change_in(out) == ["weights.transport=disk"]
+
+
 def test_a_30b_model_on_eight_gpus_of_80_gb_is_refused_with_a_change_that_fits(
     config: Path, check: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -19,14 +19,19 @@ from ray._private import ray_constants
 from async_rl.codec import ALIGNMENT
 from async_rl.config import to_builtins
 from async_rl.engines.sglang.connect import check_shares_memory, external_keys, node_of
-from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.errors import ConfigError, EnvironmentNotReady, WeightSyncError
 from async_rl.placement import actors, placements
 from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_folder
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
 from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
-from async_rl.placement.shared_devices import Device, assign_devices
-from async_rl.run.placement_table import check_resources, placement_table, processes_per_node
+from async_rl.placement.shared_devices import Device, assign_devices, ranks_on
+from async_rl.run.placement_table import (
+    check_resources,
+    check_shared_gpus,
+    placement_table,
+    processes_per_node,
+)
 from async_rl.runtime.devices import bind_to_numa_node
 from tests.support.run_config import MOE, config_of, config_with, write_weights
 
@@ -358,6 +363,30 @@ def test_neighbouring_ranks_are_on_one_node_although_ray_spreads_engines() -> No
     engines = [[Device(node, f"{2 * number + gpu}") for gpu in (0, 1)] for number in (0, 1) for node in "ab"]
     nodes = [device.node for device in assign_devices(engines, 8)]
     assert nodes == ["a"] * 4 + ["b"] * 4
+
+
+def test_each_gpu_of_an_engine_has_a_rank_that_hands_it_weights() -> None:
+    """Engines are restarted on the GPUs that they had; ranks do not follow them to others."""
+    ranks = assign_devices(ENGINES, 4, all_of_them=True)
+    assert [ranks_on(engine, ranks) for engine in ENGINES] == [[0, 1], [2, 3]]
+    assert ranks_on([Device("b", "1"), Device("a", "2")], ranks) == [3, 0]
+    with pytest.raises(WeightSyncError, match=r"no trainer rank is on .*'7'"):
+        ranks_on([Device("a", "7")], ranks)
+    with pytest.raises(EnvironmentNotReady, match=r"set trainer\.num_ranks=4, or weights\.transport=disk"):
+        assign_devices(ENGINES, 3, all_of_them=True)
+
+
+@pytest.mark.parametrize(("transport", "refused"), [("disk", False), ("tensor", True)])
+def test_gpus_without_a_rank_are_refused_when_ranks_hand_weights_over(transport: str, refused: bool) -> None:
+    config = config_with(
+        "placement.shared=true",
+        "weights.interrupt=abort",
+        f"weights.transport={transport}",
+        "trainer.num_ranks=2",
+        engine={"kind": "sglang", "tp_size": 4},
+    )
+    with pytest.raises(EnvironmentNotReady, match="have 4 GPUs, each") if refused else nullcontext():
+        check_shared_gpus(config)
 
 
 def test_ranks_are_refused_when_there_are_more_than_gpus() -> None:

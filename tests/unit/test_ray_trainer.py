@@ -77,6 +77,18 @@ async def test_ranks_that_send_are_told_to_stop_and_all_say_which_engines_are_si
     assert sending.result().silent == {"g-1": [2, 1], "g-2": [2]}
 
 
+async def test_each_reader_of_a_bucket_gets_a_payload_of_the_rank_that_it_reads_from() -> None:
+    def rank_actor(rank: int) -> Any:
+        async def call(method: str, number: int, bucket_bytes: int, ranks: list[int]) -> list[bytes]:
+            return [f"{rank}.{copy}".encode() for copy in range(ranks.count(rank))]
+
+        return SimpleNamespace(call_worker=SimpleNamespace(remote=call))
+
+    trainer = trainer_of([rank_actor(rank) for rank in range(3)])
+    assert await trainer.share_bucket(0, 1 << 20, [2, 0, 2, 1]) == [b"2.0", b"0.0", b"2.1", b"1.0"]
+    assert await trainer.share_bucket(1, 1 << 20, [0, 0]) == [b"0.0", b"0.1"]
+
+
 @pytest.mark.parametrize(
     "error", [OutOfMemoryError("by the monitor"), ActorDiedError(), ActorUnavailableError("x", bytes(16))]
 )

@@ -37,6 +37,12 @@ RATES = Workload(
         # Servers that are not patched take each bucket in groups of their own, one after the other.
         (["routing.replay=off"], 1.0, {"gather": 2.4, "send": 38.4, "load": 11.52}, 49.92 + 2.4 / 96),
         (["weights.transport=tensor"], 1.0, {"gather": 4.8, "load": 9.6}, 9.6 + 4.8 / 96),
+        (
+            ["weights.transport=tensor", "weights.interrupt=abort", "placement.shared=true"],
+            1.0,
+            {"gather": 4.8, "load": 1.92 + 9.6},
+            11.52 + 4.8 / 96,
+        ),
         (["weights.transport=disk"], 1.0, {"publish": 1.92, "load": 3.84}, 3.84),
         (["weights.transport=delta"], 1.0, {"publish": 0.192, "load": 0.0}, 0.0),
     ],

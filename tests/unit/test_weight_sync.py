@@ -1,13 +1,13 @@
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from async_rl.config import Config, LoraConfig, SGLangEngines, WeightsConfig
+from async_rl.config import Config, LoraConfig, PlacementConfig, SGLangEngines, WeightsConfig
 from async_rl.engine_protocol import Engine, EngineHealth, GroupInvite, InterruptMode
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import EngineError, TrainerError, WeightsNotReceived, WeightSyncError
@@ -58,6 +58,8 @@ class Bench:
         tp_size: int = 1,
         generation: int = 0,
         adapters: bool = False,
+        shared: bool = False,
+        ranks_beside: Mapping[str, Sequence[int]] = MappingProxyType({}),
         open_port: Callable[[int], Awaitable[tuple[str, int]]] | None = None,
         **changes: Any,
     ) -> None:
@@ -72,12 +74,14 @@ class Bench:
             weights=WeightsConfig(**changes),
             engine=SGLangEngines(tp_size=tp_size),
             adapters=LoraConfig() if adapters else None,
+            placement=PlacementConfig(shared=shared),
         )
         routes = SimpleNamespace(
             weight_backend="gloo",
             abortable_servers=True,
             open_port=open_port or a_port,
             local_folder=self.folders.get,
+            ranks_beside=lambda engine_id: ranks_beside.get(engine_id, ()),
         )
         self.sync = WeightSync(
             cast(Config, config),
@@ -410,6 +414,15 @@ async def test_an_engine_that_alone_does_not_receive_is_quarantined(tmp_path):
     assert bench.serving() == {"engine-1": 2, "engine-2": 2}
 
 
+async def test_each_rank_of_an_engine_reads_from_the_trainer_rank_on_its_gpu(tmp_path):
+    ranks = {"engine-0": [2, 0], "engine-1": [1, 3]}
+    bench = await started(tmp_path, transport="tensor", tp_size=2, ranks_beside=ranks)
+    await bench.sync.update_engines(1)
+    shared = [arguments[2] for name, arguments in bench.trainer.calls if name == "share_bucket"]
+    assert shared == [[2, 0, 1, 3]] * 2
+    assert bench.engines[1].buckets == [[b"0.2", b"0.3"], [b"1.2", b"1.3"]]
+
+
 async def test_all_are_quarantined_when_the_sender_alone_fails(tmp_path):
     bench = await distributed(tmp_path)
     aborting(bench)
@@ -574,7 +587,7 @@ async def test_every_engine_reads_a_payload_of_its_own_for_each_rank_when_memory
     await bench.sync.update_engines(1)
     assert bench.serving() == {"engine-0": 1, "engine-1": 1}
     shared = [a for name, a in bench.trainer.calls if name == "share_bucket"]
-    assert shared == [(0, 1 << 20, 4), (1, 1 << 20, 4)]
+    assert shared == [(0, 1 << 20, [0] * 4), (1, 1 << 20, [0] * 4)]
     payloads = [payload for engine in bench.engines for bucket in engine.buckets for payload in bucket]
     assert len(set(payloads)) == 8
     assert bench.engines[0].buckets == [[b"0.0", b"0.1"], [b"1.0", b"1.1"]]
@@ -584,10 +597,10 @@ async def test_all_are_quarantined_when_the_trainer_cannot_share_a_bucket(tmp_pa
     bench = await started(tmp_path, transport="tensor")
     share = bench.trainer.share_bucket
 
-    async def once(number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    async def once(number: int, bucket_bytes: int, ranks: list[int]) -> list[bytes]:
         if number:
             raise WeightSyncError("shared memory is full")
-        return await share(number, bucket_bytes, copies)
+        return await share(number, bucket_bytes, ranks)
 
     bench.trainer.share_bucket = once  # type: ignore[method-assign]
     await bench.sync.update_engines(1)

@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import pickle
 import shutil
 from collections import namedtuple
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import cast
 
 import psutil
 import pytest
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store
 from torch.distributed import distributed_c10d as c10d
+from torch.multiprocessing import reductions
 
 from async_rl.engine_protocol import GroupInvite, TensorSpec
 from async_rl.engines.sglang.server import free_port
@@ -23,7 +27,7 @@ from async_rl.weights import broadcast
 from async_rl.weights.broadcast import WeightGroup, open_store, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from async_rl.weights.relay import BUFFERS, BucketRelay
-from async_rl.weights.shared_memory import shared_buffer
+from async_rl.weights.shared_memory import payload_for, shared_buffer
 from trainer.megatron.weight_owners import assign_owners
 from trainer.weights.snapshot import WeightSnapshot
 from trainer.weights.weight_export import WeightExport
@@ -323,10 +327,17 @@ def test_a_rank_keeps_nothing_but_gathers_all_when_another_one_sends():
 TENSORS = [("a", torch.arange(6.0)), ("b", torch.ones(2, 2)), ("c", torch.zeros(3))]
 
 
-def export(tensors=TENSORS, rank=0, owners=None) -> WeightExport:
+def export(tensors=TENSORS, rank=0, owners=None, shares_device=False) -> WeightExport:
     exports = [lambda: iter(tensors)] * 3
     owners = owners or (lambda: assign_owners([(0, [spec_of(*each) for each in tensors])], (0,)))
-    return WeightExport(*exports, rank, torch.device("cpu"), owners=owners, group_timeout_s=1.0)
+    return WeightExport(
+        *exports,
+        rank,
+        torch.device("cpu"),
+        owners=owners,
+        group_timeout_s=1.0,
+        shares_device=shares_device,
+    )
 
 
 def refuse():
@@ -338,7 +349,7 @@ def test_nothing_is_sent_when_the_tensors_are_refused(use):
     tampered = export([("x", torch.ones(2))], owners=refuse)
     calls = {
         "plan": lambda: tampered.plan_buckets(100),
-        "share": lambda: tampered.share_bucket(0, 100, 1),
+        "share": lambda: tampered.share_bucket(0, 100, [0]),
         "send": lambda: tampered.send_weights([], 100),
     }
     for _ in range(2):  # not the second time either
@@ -349,8 +360,44 @@ def test_nothing_is_sent_when_the_tensors_are_refused(use):
 
 def test_other_ranks_leave_the_payloads_to_the_first():
     second = export(rank=1)
-    assert [second.share_bucket(number, 24, 3) for number in range(len(second.plan_buckets(24)))] == [[]] * 3
+    numbers = range(len(second.plan_buckets(24)))
+    assert [second.share_bucket(number, 24, [0] * 3) for number in numbers] == [[]] * 3
     assert second.shared_buffers == []
+
+
+def test_each_rank_fills_buckets_for_its_own_readers_when_they_share_its_device(monkeypatch):
+    """Of three buckets none is overwritten before an engine has answered to the next one."""
+    collected = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: collected.append(True))
+    second = export(rank=1, shares_device=True)
+    counts = [len(second.share_bucket(number, 24, [0, 1, 2, 1])) for number in range(3)]
+    assert counts == [2, 2, 2]
+    filled = [bytes(buffer.numpy()) for buffer in second.shared_buffers]
+    assert filled[0] == TENSORS[0][1].numpy().tobytes()
+    assert [buffer.device.type for buffer in second.shared_buffers] == ["cpu"] * 3
+    second.release_device()
+    assert (second.shared_buffers, collected) == ([], [True])
+    assert len(second.share_bucket(0, 24, [1])) == 1  # the next update allocates them again
+    second.close()
+
+
+def test_a_bucket_on_a_gpu_is_a_handle_that_names_it_by_its_uuid(monkeypatch):
+    """The GPU has another number in the engine's process."""
+    spec = spec_of("a", torch.arange(6.0))
+    rebuilt = []
+    arguments = (torch.Tensor, torch.Size([24]), (1,), 0, torch.storage.TypedStorage, torch.uint8, 3, b"h")
+    monkeypatch.setattr(
+        reductions, "reduce_tensor", lambda tensor: (reductions.rebuild_cuda_tensor, arguments)
+    )
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=f"gpu-{number}")
+    )
+    payload = payload_for(cast(torch.Tensor, SimpleNamespace(is_cuda=True)), [spec])
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *given: rebuilt.append(given) or "data")
+    found = pickle.loads(payload)
+    assert rebuilt == [(*arguments[:6], "gpu-3", b"h")]
+    assert found["flattened_tensor"] == "data"
+    assert [(each.name, each.end_idx) for each in found["metadata"]] == [("a", 24)]
 
 
 def test_a_pass_ends_with_the_tensors_of_its_bucket_when_one_is_not_the_planned_one():
@@ -371,7 +418,7 @@ def test_a_pass_ends_with_the_tensors_of_its_bucket_when_one_is_not_the_planned_
         group_timeout_s=1.0,
     )
     with pytest.raises(WeightSyncError, match="the engines expect"):
-        changing.share_bucket(0, 1000, 1)
+        changing.share_bucket(0, 1000, [0])
     assert passed == ["a", "b", "c"]
     changing.close()
 

@@ -1,11 +1,14 @@
 """Moves the state of a rank off its device between two steps and back, so that engines can use the memory.
 
 ```
-                                                  emptied storages        regions of torch-memory-saver
- parameters, main parameters, moments, buffers    copied to the host      backed up on the host by pages
- gradients                                        dropped                 dropped
- after reload                                     at other addresses      at the same addresses
+                                                emptied storages        regions of torch-memory-saver
+ gradients                                      dropped                 dropped
+ main parameters, moments, all of a critic      copied to the host      backed up on the host by pages
+ weights: parameters and buffers of the policy  copied to the host      backed up on the host by pages
+ after reload                                   at other addresses      at the same addresses
 ```
+
+Weights can stay longer than the rest: engines take them from the device while it has memory for both.
 
 Both work on storages, not on tensors. Megatron has many tensors that are views of one storage (`main_grad`,
 the shards of main parameters, parameters as views of a distributed optimizer's buffer). All of them are
@@ -26,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
@@ -36,9 +39,10 @@ from megatron.core.distributed import DistributedDataParallel
 from async_rl.errors import EnvironmentNotReady, TrainerError
 from trainer.megatron.model import MegatronModel
 
+_WEIGHTS: Final = "trainer weights"
 _STATE: Final = "trainer state"
 _GRADIENTS: Final = "trainer gradients"
-"""Tags of the two regions."""
+"""Tags of the regions."""
 
 
 class MemorySaver(Protocol):
@@ -89,6 +93,66 @@ def memory_saver() -> MemorySaver:
     return found
 
 
+class _Region:
+    """Storages that leave the device together and come back together."""
+
+    def __init__(self, tag: str, *, backed_up: bool, saver: MemorySaver | None) -> None:
+        """Have no storages yet; without `backed_up` they come back as zeros."""
+        self._tag = tag
+        self._backed_up = backed_up
+        self._saver = saver
+        self._settled: set[int] = set()
+        """Addresses of the storages that are inside the region."""
+        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        """Those that leave for the first time, with their content on the host."""
+        self._dropped: list[tuple[torch.UntypedStorage, int]] = []
+        """The same without a backup, with their sizes."""
+        self._zeroed: list[torch.UntypedStorage] = []
+        self.is_away = False
+        self.num_bytes = 0
+        """Bytes that are to come back to the device."""
+
+    def release(self, storages: dict[int, torch.UntypedStorage]) -> None:
+        """Release the memory of all storages, by address."""
+        self.is_away = True
+        self.num_bytes = sum(storage.nbytes() for storage in storages.values())
+        new = [storage for place, storage in storages.items() if place not in self._settled]
+        if self._backed_up:
+            self._moved = [(storage, _bytes(storage).to("cpu", copy=True)) for storage in new]
+        else:
+            self._dropped = [(storage, storage.nbytes()) for storage in new]
+            self._zeroed = list(storages.values())
+        for storage in new:
+            storage.resize_(0)
+        if self._saver is not None:
+            self._saver.pause(self._tag)
+
+    def take_back(self) -> None:
+        """Give all storages their memory and content again."""
+        if self._saver is not None:
+            self._saver.resume(self._tag)
+        with self._allocating():
+            for storage, host in self._moved:
+                storage.resize_(len(host))
+                _bytes(storage).copy_(host)
+            for storage, size in self._dropped:
+                storage.resize_(size)
+        for storage in self._zeroed:
+            _bytes(storage).zero_()
+        if self._saver is not None:
+            self._settled |= {storage.data_ptr() for storage, _ in (*self._moved, *self._dropped)}
+
+    def forget_copies(self) -> None:
+        """Drop the copies on the host, which the device has finished reading."""
+        self._moved, self._dropped, self._zeroed = [], [], []
+        self.num_bytes, self.is_away = 0, False
+
+    def _allocating(self) -> AbstractContextManager[None]:
+        if self._saver is None:
+            return contextlib.nullcontext()
+        return self._saver.region(self._tag, enable_cpu_backup=self._backed_up)
+
+
 class TrainerOffload:
     """Offloads the state of a rank's models between steps, as the module describes."""
 
@@ -96,39 +160,30 @@ class TrainerOffload:
         """Move nothing yet.
 
         Args:
-            models: The models whose state is moved, on one device.
+            models: The models whose state is moved, on one device; engines get the weights of the first.
             saver: Keeps addresses and backs up pages; None empties the storages at each offload.
         """
         self._models, self._device = models, models[0].device
-        self._saver = saver
-        self._settled: set[int] = set()
-        """Addresses of the storages that are inside a region."""
-        self._moved: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        self._dropped: list[tuple[torch.UntypedStorage, int]] = []
-        self._gradients_away: list[torch.UntypedStorage] = []
-        self.is_offloaded = False
-        self.num_bytes = 0
-        """Size of the state that is on the host now."""
+        self._gradients = _Region(_GRADIENTS, backed_up=False, saver=saver)
+        self._state = _Region(_STATE, backed_up=True, saver=saver)
+        self._weights = _Region(_WEIGHTS, backed_up=True, saver=saver)
 
-    def offload_state(self) -> None:
-        """Move the state to the host; do nothing when it is there already."""
-        if self.is_offloaded:
+    @property
+    def num_bytes(self) -> int:
+        """Size of the state that is on the host now."""
+        return self._state.num_bytes + self._weights.num_bytes
+
+    def offload_state(self, *, keep_weights: bool = False) -> None:
+        """Move the state to the host; what is there already stays there.
+
+        Args:
+            keep_weights: Whether weights stay on the device. Another call moves them.
+        """
+        if self._state.is_away and (keep_weights or self._weights.is_away):
             return
-        self.is_offloaded = True
-        gradients = dict(self._storages(self._gradients()))
-        kept = {place: s for place, s in self._storages(self._state()) if place not in gradients}
-        self.num_bytes = sum(storage.nbytes() for storage in kept.values())
-        self._gradients_away = list(gradients.values())
         self._synchronize()
-        self._moved = [
-            (s, _bytes(s).to("cpu", copy=True)) for place, s in kept.items() if self._is_new(place)
-        ]
-        self._dropped = [(s, s.nbytes()) for place, s in gradients.items() if self._is_new(place)]
-        for storage, _ in (*self._moved, *self._dropped):
-            storage.resize_(0)
-        if self._saver is not None:
-            self._saver.pause(_STATE)
-            self._saver.pause(_GRADIENTS)
+        for region, storages in self._storages(with_weights=not keep_weights).items():
+            region.release(storages)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # the allocator otherwise keeps the memory from other processes
 
@@ -138,43 +193,30 @@ class TrainerOffload:
         Raises:
             TrainerError: When the device has too little free memory; nothing was changed.
         """
-        if not self.is_offloaded:
+        away = [region for region in (self._weights, self._state, self._gradients) if region.is_away]
+        if not away:
             return
-        self._check_free_memory()
-        if self._saver is not None:
-            self._saver.resume(_STATE)
-            self._saver.resume(_GRADIENTS)
-        with self._region(_STATE, backed_up=True):
-            for storage, host in self._moved:
-                storage.resize_(len(host))
-                _bytes(storage).copy_(host)
-        with self._region(_GRADIENTS, backed_up=False):
-            for storage, size in self._dropped:
-                storage.resize_(size)
-        for storage in self._gradients_away:
-            _bytes(storage).zero_()
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            check_free_memory(sum(region.num_bytes for region in away), free, total)
+        for region in away:
+            region.take_back()
         self._synchronize()
-        if self._saver is not None:
-            self._settled |= {storage.data_ptr() for storage, _ in (*self._moved, *self._dropped)}
-        self._moved, self._dropped, self._gradients_away = [], [], []
-        self.num_bytes, self.is_offloaded = 0, False
+        for region in away:
+            region.forget_copies()
 
-    def _is_new(self, place: int) -> bool:
-        """Whether a storage is still at its original allocation, outside a region."""
-        return place not in self._settled
+    def _storages(self, *, with_weights: bool) -> dict[_Region, dict[int, torch.UntypedStorage]]:
+        """Return the storages that are on the device, by region and address, with the weights or without.
 
-    def _region(self, tag: str, *, backed_up: bool) -> AbstractContextManager[None]:
-        if self._saver is None:
-            return contextlib.nullcontext()
-        return self._saver.region(tag, enable_cpu_backup=backed_up)
-
-    def _check_free_memory(self) -> None:
-        if self._device.type != "cuda":
-            return
-        dropped = sum(size for _, size in self._dropped)
-        settled = sum(s.nbytes() for s in self._gradients_away)
-        free, total = torch.cuda.mem_get_info(self._device)
-        check_free_memory(self.num_bytes + dropped + settled, free, total)
+        Gradients and state leave together, so both are there or neither is.
+        """
+        gradients = self._by_address(self._gradient_tensors())
+        weights = self._by_address(self._weight_tensors(), but=gradients)
+        found = {self._weights: weights} if with_weights and not self._weights.is_away else {}
+        if not self._state.is_away:
+            found[self._state] = self._by_address(self._state_tensors(), but={**gradients, **weights})
+            found[self._gradients] = gradients
+        return found
 
     def _chunks(self) -> Iterator[DistributedDataParallel]:
         for model in self._models:
@@ -184,8 +226,14 @@ class TrainerOffload:
         for model in self._models:
             yield from model.inner_optimizers
 
-    def _state(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that a step needs from the previous one."""
+    def _weight_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield what engines get, and what only the policy's modules hold."""
+        for chunk in self._models[0].chunks:
+            yield from chunk.module.parameters()
+            yield from chunk.module.buffers()
+
+    def _state_tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that a step needs from the previous one, some of the weights among them."""
         for chunk in self._chunks():
             yield from chunk.module.parameters()
             yield from chunk.module.buffers()
@@ -195,7 +243,7 @@ class TrainerOffload:
             for values in optimizer.state.values():
                 yield from _tensors(values)
 
-    def _gradients(self) -> Iterator[torch.Tensor]:
+    def _gradient_tensors(self) -> Iterator[torch.Tensor]:
         for chunk in self._chunks():
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                 yield buffer.grad_data
@@ -206,15 +254,19 @@ class TrainerOffload:
                 for parameter in group["params"]:
                     yield from _tensors(parameter.grad)
 
-    def _storages(self, tensors: Iterator[torch.Tensor]) -> Iterator[tuple[int, torch.UntypedStorage]]:
-        """Yield the non-empty storages on the device, by address; several tensors can be views of one.
+    def _by_address(
+        self, tensors: Iterator[torch.Tensor], *, but: Container[int] = ()
+    ) -> dict[int, torch.UntypedStorage]:
+        """Return the non-empty storages on the device, by address; several tensors can be views of one.
 
         An optimizer's counters are on the host and stay there.
         """
+        found = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.nbytes() and tensor.device.type == self._device.type:
-                yield storage.data_ptr(), storage
+                found[storage.data_ptr()] = storage
+        return {place: storage for place, storage in found.items() if place not in but}
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

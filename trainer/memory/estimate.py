@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from math import ceil
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from async_rl.config import Config, LayoutConfig, SGLangEngines
 from async_rl.engines.model_facts import read_config
@@ -22,6 +22,9 @@ from trainer.memory.dimensions import (
     parameters_of,
 )
 from trainer.passthrough import row_multiple, situation_of
+
+_HANDED_BUCKETS: Final = 3
+"""Buckets on a GPU that a rank shares with an engine's (`WeightExport.allocate_buffers`)."""
 
 
 def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
@@ -48,7 +51,7 @@ def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
         host = _on_host(config, model, stage, moments["a layer"])
         if stage == 0:
             sent = whole if config.adapters is None else _served_adapter(config, model, tp=1)
-            ranks.append(_first_rank(config, model, sent, moments, host))
+            ranks.append(_first_rank(config, model, sent, moments, host, cuda=cuda))
             first += 1
         if first <= last:
             ranks.append(RankMemory(first=first, last=last, moments=moments, host=host))
@@ -139,12 +142,18 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
     if layout.tp > 1:
         # The parts of a tensor, and they put together.
         found["export"] = steady | {"gathered": 2 * model.vocabulary * model.hidden * e}
+    merged = {}
     if trainer.lora is not None and trainer.lora.sync == "merged":
         # A weight of a layer in float64, and as engines receive it.
         vocabulary = ceil(model.vocabulary / layout.tp) * model.hidden
         sizes = itertools.chain(*parameters_of(model, layout, stage))
-        largest = max(size for size in sizes if size != vocabulary)
-        found["export"] = found.get("export", steady) | {"merged": largest * (8 + e)}
+        merged = {"merged": max(size for size in sizes if size != vocabulary) * (8 + e)}
+        found["export"] = found.get("export", steady) | merged
+    if config.placement.shared and config.weights.transport == "tensor":
+        # Everything else has left the device, and an engine has its weights there (`SharedDevices`).
+        gathered = {"gathered": 2 * model.vocabulary * model.hidden * e}
+        buckets = {"buckets": _HANDED_BUCKETS * _bucket_bytes(config, model)} if cuda else {}
+        found["hand-over"] = {"weights": steady["weights"]} | gathered | merged | buckets
     if trainer.loss.kl.coefficient:
         # Both sets of weights change places tensor by tensor.
         largest = max(itertools.chain(*parameters_of(model, layout, stage))) * e * (trainer.lora is None)
@@ -269,12 +278,19 @@ def _routing_bytes(config: Config, model: Dimensions, stage: int) -> int:
     return (sent + own) * model.top_k * id_dtype(model.experts).itemsize
 
 
+def _bucket_bytes(config: Config, model: Dimensions) -> int:
+    """Return the size of the largest bucket of weights, if the model has several."""
+    return max(config.weights.bucket_bytes, model.vocabulary * model.hidden * element_bytes(config))
+
+
 def _first_rank(
     config: Config,
     model: Dimensions,
     whole: int,
     moments: dict[str, dict[str, int]],
     host: dict[str, int],
+    *,
+    cuda: bool,
 ) -> RankMemory:
     """Return rank 0, which also sends weights to the engines."""
     weights = config.weights
@@ -283,8 +299,8 @@ def _first_rank(
         moments = {name: parts | snapshot for name, parts in moments.items()}
     else:
         host = host | snapshot
-    bucket = min(whole, max(weights.bucket_bytes, model.vocabulary * model.hidden * element_bytes(config)))
-    if weights.transport == "tensor":
+    bucket = min(whole, _bucket_bytes(config, model))
+    if weights.transport == "tensor" and not (cuda and config.placement.shared):
         host = host | {"buckets": 2 * bucket}
     if weights.transport == "distributed":
         gathered = {"gathered": 2 * model.vocabulary * model.hidden * element_bytes(config)}

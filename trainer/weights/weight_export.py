@@ -3,6 +3,7 @@
 ```
 export of what a sender sends ─► fill a bucket ─► broadcast, while the next one is filled     senders
 export (gathered)             ─► fill a bucket ─► shared memory                                rank 0
+                              ├► fill a bucket ─► a handle of it                 ranks on engines' GPUs
                               └► dropped                                                  other ranks
 export of what a rank owns    ─► compare with the version before ─► file of a delta         each rank
 ```
@@ -26,7 +27,7 @@ from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of
 from async_rl.weights.delta import DeltaWriter, Raw
 from async_rl.weights.relay import BUFFERS
-from async_rl.weights.shared_memory import payload_for, shared_buffer
+from async_rl.weights.shared_memory import free_closed_handles, payload_for, shared_buffer
 from trainer.megatron.weight_owners import WeightOwners
 from trainer.weights.checksums import checksum_parameters, sum_tensors
 
@@ -35,7 +36,7 @@ Export = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 class WeightExport:
-    """Exports the weights of one trainer to its engines, by broadcast, shared memory or delta files."""
+    """Exports the weights of one trainer to its engines: by broadcast, in memory, or as delta files."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class WeightExport:
         *,
         owners: Callable[[], WeightOwners],
         group_timeout_s: float,
+        shares_device: bool = False,
     ) -> None:
         """Create an export; nothing is gathered yet.
 
@@ -59,6 +61,7 @@ class WeightExport:
             owners: Returns what `export` iterates over, with owners and senders, or raises when the engines'
                 model does not match it.
             group_timeout_s: Longest wait for an engine in a weight-update group.
+            shares_device: Whether each rank is on the GPU of an engine's rank, which reads buckets there.
         """
         self._export = export
         self._export_sent = export_sent
@@ -69,6 +72,8 @@ class WeightExport:
         self._owners: WeightOwners | None = None
         self._group_timeout_s = group_timeout_s
         self._groups: dict[str, WeightGroup] = {}
+        self.shares_device = shares_device
+        self._fills_buckets = shares_device or rank == 0
         self.shared_buffers: list[torch.Tensor] = []
         self._sharing: Iterator[torch.Tensor | None] = iter(())
         self._deltas = DeltaWriter()
@@ -131,41 +136,57 @@ class WeightExport:
         finally:
             collections.deque(tensors, maxlen=0)
 
-    # -- shared memory
+    # -- memory that engines open
 
-    def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    def share_bucket(self, number: int, bucket_bytes: int, ranks: list[int]) -> list[bytes]:
         """Implements `Trainer.share_bucket`."""
         buckets = [each.tensors for each in self.plan_buckets(bucket_bytes)]
         if number == 0:
             self._sharing = self._share_all(buckets)
         data = next(self._sharing)
-        return [] if data is None else [payload_for(data, buckets[number]) for _ in range(copies)]
+        num_readers = ranks.count(self._rank)
+        return [] if data is None else [payload_for(data, buckets[number]) for _ in range(num_readers)]
 
     def _share_all(self, buckets: Sequence[Sequence[TensorSpec]]) -> Iterator[torch.Tensor | None]:
-        """Yield the buckets in shared memory on rank 0, and None for each bucket on other ranks."""
+        """Yield the buckets in memory that engines open; None for each one on a rank without readers."""
         tensors = self._export()
         for number, bucket in enumerate(buckets):
             of_bucket, data = itertools.islice(tensors, len(bucket)), None
             try:
                 self.allocate_buffers(buckets)
-                if self._rank == 0:
-                    (data,) = fill_buckets(of_bucket, [bucket], [self.shared_buffers[number % BUFFERS]])
+                if self._fills_buckets:
+                    buffer = self.shared_buffers[number % len(self.shared_buffers)]
+                    (data,) = fill_buckets(of_bucket, [bucket], [buffer])
             finally:
                 collections.deque(of_bucket, maxlen=0)
             yield data
 
     def allocate_buffers(self, buckets: Sequence[Sequence[TensorSpec]]) -> None:
-        """Allocate the buffers that `share_bucket` fills, on rank 0.
+        """Allocate the buffers that `share_bucket` fills, on ranks that have readers.
 
-        The buffers are reused for later updates: allocating new pages costs more than copying into old ones.
+        Those in shared memory are reused for later updates: allocating new pages costs more than copying into
+        old ones. Those on a GPU are one more, because the ranks of an engine copy out of them after the first
+        one has answered. Each has finished before it takes the next bucket: torch waits for the copies when
+        it closes a handle.
 
         Raises:
             WeightSyncError: When there is not enough shared memory.
         """
         num_bytes = largest_of(buckets)
-        if self._rank == 0 and (not self.shared_buffers or len(self.shared_buffers[0]) < num_bytes):
+        if self._fills_buckets and (not self.shared_buffers or len(self.shared_buffers[0]) < num_bytes):
             self.shared_buffers.clear()
-            self.shared_buffers += [shared_buffer(num_bytes) for _ in range(BUFFERS)]
+            if self.shares_device:
+                for _ in range(BUFFERS + 1):
+                    self.shared_buffers.append(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
+            else:
+                self.shared_buffers += [shared_buffer(num_bytes) for _ in range(BUFFERS)]
+
+    def release_device(self) -> None:
+        """Release what the last update has left on the device: a gathered parameter, and buckets there."""
+        self._sharing = iter(())
+        if self.shares_device:
+            self.shared_buffers.clear()
+            free_closed_handles()
 
     # -- a delta
 

@@ -433,6 +433,19 @@ async def engines_keep_their_memory(original, *args, **named):
     """An engine keeps its memory when the trainer gets the devices."""
 
 
+@breaks("async_rl.run.device_sharing:SharedDevices._offload", "simulation/shared_devices")
+async def the_trainer_keeps_its_memory(original, self, trainer, *, keep_weights=False):
+    """The trainer keeps its weights when engines have them and take the rest of their memory."""
+    if keep_weights:
+        await original(self, trainer, keep_weights=True)
+
+
+@breaks("async_rl.run.device_sharing:SharedDevices.are_starved", "simulation/shared_devices")
+def starved_engines_are_not_fed(original, *args, **named):
+    """Engines that wait for weights wait for a batch too, which none of them makes."""
+    return False
+
+
 # -- workers, evaluation, sft, stalls ---------------------------------------------------------------
 
 

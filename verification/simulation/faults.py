@@ -100,7 +100,7 @@ PROMISES: Final[dict[Promise, str]] = {
     "progress": "the run reaches its end, or ends with one sentence that names the cause",
     "blame": "a fault costs the component that has it, and no other one",
     "records": "what the run's files and counters say agrees with what was done",
-    "devices": "only one side holds the memory of shared devices",
+    "devices": "one side holds the memory of shared devices, or both hold weights alone",
 }
 """What the faults attack."""
 

@@ -206,7 +206,12 @@ class FaultyEngine(BreakableEngine):
     @property
     def holds_memory(self) -> bool:
         """Whether its process is alive and holds anything."""
-        return not self._dead and len(self.missing) < len(get_args(MemoryPart))
+        return bool(self.held_memory)
+
+    @property
+    def held_memory(self) -> set[MemoryPart]:
+        """What its process holds, if it is alive."""
+        return set() if self._dead else set(get_args(MemoryPart)) - self.missing
 
     @property
     def num_streams(self) -> int:
@@ -772,12 +777,17 @@ class SimulatedCluster(WatchedProcesses):
         return self.models[model]
 
     def look_at_devices(self) -> None:
-        """Check that only one side holds memory on shared devices."""
-        if not self._scenario.config.placement.shared or self.trainer.offloaded:
+        """Check that one side holds memory on shared devices, or both sides weights and nothing else."""
+        if not self._scenario.config.placement.shared or self.trainer.holds == "nothing":
             return
-        holding = [e.engine_id for e in self.engines if e.holds_memory]
+        allowed: set[MemoryPart] = {"weights"} if self.trainer.holds == "weights" else set()
+        holding = [e.engine_id for e in self.engines if e.held_memory - allowed]
         if holding:
-            self._checker.fail(f"out of memory: the trainer holds it, and so do {holding}")
+            self._checker.fail(f"out of memory: the trainer holds {self.trainer.holds}, {holding} hold more")
+
+    def ranks_beside(self, engine_id: str) -> tuple[int, ...]:
+        """See `WeightRoutes.ranks_beside`."""
+        return ()
 
     async def start_engines(self) -> list[Engine]:
         """Implements `Cluster.start_engines`."""

@@ -61,6 +61,10 @@ _MASKED: Final = 0.3
 _ADAPTERS: Final = 0.25
 """Share of the seeds on shared devices whose engines load adapters."""
 
+_HANDLES: Final = 0.6
+"""Share of the seeds on shared devices whose engines take weights from the trainer's devices, if they do not
+load adapters."""
+
 _GROUP_REWARDS: Final = 0.25
 """Share of the seeds in which one call rewards a group."""
 
@@ -239,8 +243,13 @@ def branching(scenario: Scenario) -> Scenario:
 def sharing(scenario: Scenario) -> Scenario:
     """The same on devices that engines and trainer share; some of what goes wrong does so as they change."""
     rng = random.Random(f"shared {scenario.seed}")
+    sent = random.Random(f"handles {scenario.seed}").random() < _HANDLES
     weights = replace(
-        scenario.config.weights, transport="disk", interrupt="abort", rolling=False, overlap=False
+        scenario.config.weights,
+        transport="tensor" if sent else "disk",
+        interrupt="abort",
+        rolling=False,
+        overlap=False,
     )
     config = replace(
         scenario.config,
@@ -260,7 +269,7 @@ def sharing(scenario: Scenario) -> Scenario:
 
 def with_adapters(config: Config) -> Config:
     """The same with engines that keep the model's weights and load an adapter for each version."""
-    weights = replace(config.weights, verify="version")
+    weights = replace(config.weights, verify="version", transport="disk")
     return replace(config, weights=weights, trainer=replace(config.trainer, lora=LoraConfig()))
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -67,8 +67,8 @@ class SimulatedTrainer:
         self._broadcasts = broadcasts
         self._look = look
         self._step = 0
-        self.offloaded = True
-        """Whether it holds nothing of its devices; before `setup` there is no process."""
+        self.holds: Literal["all", "weights", "nothing"] = "nothing"
+        """What it holds of its devices; before `setup` there is no process."""
         self._writing: _Writing | None = None
         self._snapshot: int | None = None
         """The version of the copy."""
@@ -100,7 +100,7 @@ class SimulatedTrainer:
         self._writing = self._kept = None
         self._checker.restored(self._step)
         self._note(SetUp(step=self._step))
-        self.offloaded = False
+        self.holds = "all"
         return TrainerState(step=self._step)
 
     async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
@@ -173,7 +173,7 @@ class SimulatedTrainer:
     async def publish(self, directory: str, weight_version: int) -> None:
         """Implements `Trainer.publish`."""
         fault = self._fault("publish_fails")
-        self._needs_memory("publish")
+        self._needs_memory("publish", "weights")
         async with self._giving_away() as version:
             await asyncio.sleep(self._speeds.update_s)
             if fault is not None:
@@ -199,25 +199,25 @@ class SimulatedTrainer:
             self._kept = weight_version
             return base is not None
 
-    async def offload(self) -> None:
+    async def offload(self, keep_weights: bool = False) -> None:
         """Implements `Trainer.offload`."""
         if self._fault("offload_fails"):
             raise TrainerError("the simulated trainer could not move its memory to the host")
         try:
             await asyncio.sleep(self._speeds.update_s / 4)
-        finally:
-            self.offloaded = True  # remote ranks go on even if their caller stops waiting
+        finally:  # remote ranks go on even if their caller stops waiting
+            self.holds = "weights" if keep_weights and self.holds != "nothing" else "nothing"
 
     async def reload(self) -> None:
         """Implements `Trainer.reload`."""
         if self._fault("reload_fails"):
             raise TrainerError("the simulated trainer could not take its memory back")
-        self.offloaded = False
+        self.holds = "all"
         await asyncio.sleep(self._speeds.update_s / 4)
 
-    def _needs_memory(self, doing: str) -> None:
-        if self.offloaded:
-            self._checker.fail(f"the trainer is to {doing}, and its memory is on the host")
+    def _needs_memory(self, doing: str, least: Literal["all", "weights"] = "all") -> None:
+        if self.holds not in ("all", least):
+            self._checker.fail(f"the trainer is to {doing}, and holds {self.holds} of its devices")
 
     async def save_checkpoint(self, directory: str, extra: dict[str, Any]) -> None:
         """Implements `Trainer.save_checkpoint`."""
@@ -297,16 +297,22 @@ class SimulatedTrainer:
 
     async def checksums(self) -> dict[str, str]:
         """Implements `Trainer.checksums`."""
+        self._needs_memory("sum its weights", "weights")
         await asyncio.sleep(self._speeds.update_s / 4)
         return {"weights": str(self._step)}
 
-    async def share_bucket(self, number: int, bucket_bytes: int, copies: int) -> list[bytes]:
+    async def share_bucket(self, number: int, bucket_bytes: int, ranks: list[int]) -> list[bytes]:
         """See `Trainer.share_bucket`: what is shared says which version it is of."""
-        if self._snapshot is not None and number and self._fault("publish_fails"):
+        self._needs_memory("share its weights", "weights")
+        if (self._snapshot is not None or self.holds == "weights") and self._fails_in(number):
             raise TrainerError("the simulated trainer died while it sent weights")
         async with self._giving_away() as version:
             await asyncio.sleep(self._speeds.update_s / 3)
-            return [self._checker.weights_of(version()).encode()] * copies
+            return [self._checker.weights_of(version()).encode()] * len(ranks)
+
+    def _fails_in(self, bucket: int) -> bool:
+        """Whether it dies in this bucket: in any but the first, so that engines have part of the weights."""
+        return bucket > 0 and self._fault("publish_fails") is not None
 
     async def close(self) -> None:
         """Implements `Trainer.close`."""

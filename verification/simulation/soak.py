@@ -218,7 +218,7 @@ def soak_config(plan: SoakPlan, setting: Setting, number: int) -> Config:
             "spool_dir": NODES if setting == "workers" else None,
         },
         "weights": {
-            "transport": "disk" if setting == "shared" else transports[number % len(transports)],
+            "transport": transports[number % (2 if setting == "shared" else len(transports))],
             "interrupt": "abort",
             "timeout_s": 10.0,
             "overlap": setting != "shared" and number % 2 == 1,
