@@ -93,6 +93,14 @@ def test_a_small_run_holds_what_is_promised(name: str, seeds: range, tmp_path: P
         assert what.death or outcome.incarnations == ("finished",)
 
 
+def test_a_checkpoint_is_never_ahead_of_the_ledger_wherever_power_is_cut(tmp_path: Path) -> None:
+    for after in range(1600, 1900, 15):  # the moments that matter are some 20 callbacks long
+        folder = tmp_path / str(after)
+        folder.mkdir()
+        scenario = replace(small_run(1), deaths=(Death(kind="power_cut", after=after),))
+        assert not simulate(1, folder, scenario=scenario).violations
+
+
 def batch_of(version: int, sampled_at: int) -> TrainBatch:
     return TrainBatch(
         batch_id="batch",
