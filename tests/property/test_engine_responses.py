@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from async_rl.engines.sglang.sse import EventReader, EventTooLong
+from async_rl.engines.sglang.generate_call import EventReader, EventTooLong
+from async_rl.engines.sglang.routing_payload import RoutingText
 from tests.support.engine_responses import VALID, read_stream
 
 PARTS = [b'"', b"\n\n", b"data: ", b'"routed_experts":"', b"-1", b"[" * 2000, b"\xff", b"9" * 5000, b"null"]
@@ -43,10 +44,13 @@ def test_valid_responses_deliver_their_tokens() -> None:
     ]
 
 
-class Discarded:
-    """A sink that keeps nothing."""
+class Discarded(RoutingText):
+    """A payload that keeps nothing."""
 
-    def append_text(self, piece: bytes) -> None:
+    def __init__(self) -> None:
+        """Keep no rows."""
+
+    def append_text(self, piece: bytes | memoryview) -> None:
         """Drop a piece."""
 
 

@@ -9,9 +9,8 @@ import msgspec
 import numpy as np
 
 from async_rl.engine_protocol import GenerateRequest, SamplingParams
-from async_rl.engines.sglang.generate_call import CallAccount
+from async_rl.engines.sglang.generate_call import CallAccount, EventReader, EventTooLong
 from async_rl.engines.sglang.routing_payload import RoutingText, RoutingWire
-from async_rl.engines.sglang.sse import EventReader, EventTooLong
 from async_rl.errors import EngineError, RolloutError
 from tests.support.fake_sglang import event, facts, finish
 

@@ -48,6 +48,8 @@ from async_rl.engine_protocol import (
 from async_rl.engines.control_requests import wait_out
 from async_rl.engines.sglang.generate_call import (
     CallAccount,
+    EventReader,
+    EventTooLong,
     adapter_name,
     choose_stream_interval,
     encode_request,
@@ -69,7 +71,6 @@ from async_rl.engines.sglang.server_checks import (
     check_preferred_sampling,
     check_server,
 )
-from async_rl.engines.sglang.sse import EventReader, EventTooLong
 from async_rl.errors import (
     AlignmentError,
     CallLost,

@@ -1,4 +1,9 @@
-"""One generate call in SGLang's format: the encoded request, and the account of the events it returns.
+"""One generate call in SGLang's format: its request, the events of its reply, and the account of them.
+
+```
+encode_request ─► POST /generate ─► reads ─► EventReader ─► events ─► CallAccount ─► Chunk …  Finish
+                                                 └─ routing payload ─► RoutingText ─┘
+```
 
 The types here declare only the fields that are read or written. A routing payload stays undecoded.
 """
@@ -7,6 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from typing import Annotated, Final, Literal, cast
 
 import msgspec
@@ -132,6 +138,13 @@ _RESERVED_LENGTH: Final = 2
 """SGLang ends a sequence this many tokens before the context is full (`managers/tp_worker.py`, `max_req_len`,
 and `managers/scheduler.py`)."""
 
+_FIELD: Final = b"data: "
+_END: Final = b"\n\n"
+_PAYLOAD: Final = b'"routed_experts":"'
+
+_LARGE: Final = 1 << 16
+"""Bytes of an unfinished event above which its payload is separated; below, it is not worth searching."""
+
 _MAX_VERSION_DIGITS: Final = 18
 """More digits do not fit 64 bits, and Python refuses to parse thousands of them."""
 
@@ -216,6 +229,111 @@ def parse_version(engine_id: str, text: str | None) -> int:
     return int(text)
 
 
+class EventTooLong(Exception):
+    """A server sends an event that is longer than any that the request can need."""
+
+
+class EventReader:
+    """Splits network reads into server-sent events, and separates the routing payload from the last one.
+
+    The last event of a long call has megabytes of base64 in a kilobyte of JSON. The reader only searches it
+    for the next quote and passes it on read by read: no JSON parser scans it, nothing is copied or joined,
+    and the event loop is never blocked.
+
+    An event is a JSON document and the payload that was separated from it, with an empty string in its place.
+    A small payload stays in the document.
+
+    Invariant: it holds at most `max_event_bytes` and one read, and searches each byte once, however the
+    server cuts its stream.
+    """
+
+    def __init__(self, open_payload: Callable[[], RoutingText], max_event_bytes: int) -> None:
+        """Start before the first event.
+
+        Args:
+            open_payload: Called at the start of each payload.
+            max_event_bytes: Longest event, without a payload that was separated from it.
+        """
+        self._open_payload = open_payload
+        self._max_event_bytes = max_event_bytes
+        self._rest = bytearray()  # an event that is not complete
+        self._searched = 0  # bytes of it in which no payload begins
+        self._mark: int | None = None  # where its payload begins
+        self._filling = False
+        self.payload: RoutingText | None = None
+        """The payload of the event that is arriving, or arrived last."""
+        self._taken: RoutingText | None = None
+
+    @property
+    def head(self) -> bytes | None:
+        """The document of the event whose payload is arriving, with an empty payload; None if there is none.
+
+        What follows the payload is missing. SGLang writes it last, in `meta_info`.
+        """
+        if self._mark is None:
+            return None
+        return bytes(self._rest[len(_FIELD) : self._mark]) + b'"}}'
+
+    def feed(self, data: bytes) -> list[tuple[bytes, RoutingText | None]]:
+        """Return the events that one read completes.
+
+        Raises:
+            EventTooLong: When an event is longer than `max_event_bytes`; the reader is of no more use then.
+        """
+        if self._filling and self.payload is not None:
+            end = data.find(b'"')
+            if end < 0:
+                self.payload.append_text(data)
+                return []
+            self.payload.append_text(data[:end])
+            self._taken, self._filling = self.payload, False
+            data = data[end:]
+        if self._rest:
+            begin = max(0, len(self._rest) - 1)  # the end may be cut in two
+            self._rest += data
+            if self._rest.find(_END, begin) < 0:
+                self._look_for_payload()
+                return []
+            data = bytes(self._rest)
+            self._rest.clear()
+            self._searched, self._mark = 0, None
+        *complete, rest = data.split(_END)
+        events: list[tuple[bytes, RoutingText | None]] = [
+            (event[len(_FIELD) :], None) for event in complete if event.startswith(_FIELD)
+        ]
+        if events and self._taken is not None:
+            events[0] = events[0][0], self._taken
+            self._taken = None
+        if rest:
+            self._rest += rest
+            self._look_for_payload()
+        return events
+
+    def _look_for_payload(self) -> None:
+        """Look where the payload of the unfinished event begins, and separate it if the event is long."""
+        if self._mark is None:
+            found = self._rest.find(_PAYLOAD, self._searched)
+            self._searched = max(0, len(self._rest) - len(_PAYLOAD) + 1)
+            self._mark = found + len(_PAYLOAD) if found >= 0 else None
+        if self._mark is not None and self._taken is None and len(self._rest) > _LARGE:
+            self._take_payload(self._mark)
+        if len(self._rest) > self._max_event_bytes:
+            raise EventTooLong(
+                f"an event of more than {self._max_event_bytes} bytes, which is more than the call can need"
+            )
+
+    def _take_payload(self, begin: int) -> None:
+        end = self._rest.find(b'"', begin)
+        self._filling = end < 0
+        self.payload = self._open_payload()
+        self.payload.append_text(bytes(self._rest[begin:] if self._filling else self._rest[begin:end]))
+        if self._filling:
+            del self._rest[begin:]
+        else:
+            self._taken = self.payload
+            del self._rest[begin:end]
+
+
 class CallAccount:
     """Collects what one call has delivered, so that no token, log-prob or row is delivered twice.
 
@@ -289,7 +407,7 @@ class CallAccount:
 
         Args:
             document: The event's JSON.
-            payload: Its routing, if `sse.EventReader` has taken it out; narrowed so far.
+            payload: Its routing, if `EventReader` has taken it out; narrowed so far.
 
         Raises:
             EngineError: When the server refuses the call, or the event does not continue it.
@@ -322,7 +440,7 @@ class CallAccount:
         """Whether the rows that an event is about to deliver are not needed.
 
         Args:
-            head: The event's JSON without what follows the rows, `sse.EventReader.head`.
+            head: The event's JSON without what follows the rows, `EventReader.head`.
         """
         if head is None or self._request.rows_if_aborted:
             return False

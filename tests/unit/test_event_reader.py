@@ -6,15 +6,22 @@ import json
 
 import pytest
 
-from async_rl.engines.sglang.sse import EventReader
+from async_rl.engines.sglang.generate_call import EventReader
+from async_rl.engines.sglang.routing_payload import RoutingText
 
 PAYLOAD = "QUJD" * 30_000
 
 
-class Text(bytearray):
-    """A sink that keeps everything."""
+class Text(RoutingText):
+    """A payload that keeps its text."""
 
-    append_text = bytearray.extend
+    def __init__(self) -> None:
+        """Start empty."""
+        self.text = bytearray()
+
+    def append_text(self, piece: bytes | memoryview) -> None:
+        """Keep a piece."""
+        self.text += piece
 
 
 def stream() -> bytes:
@@ -38,7 +45,7 @@ def test_events_and_the_payload_are_whole_when_reads_are_cut_anywhere(size: int)
     assert documents[3] == b"[DONE]"
     last = json.loads(documents[1])
     inside, outside = last["meta"].pop("routed_experts"), events[1][1]
-    assert (outside.decode() if outside is not None else inside) == PAYLOAD
+    assert (outside.text.decode() if isinstance(outside, Text) else inside) == PAYLOAD
     assert last == {"meta": {"x": [1, 2], "after": "}"}, "z": '"quoted"'}
     assert [taken is None for _, taken in events] == [True, size == 1 << 20, True, True]
 
@@ -49,5 +56,6 @@ def test_the_payload_is_whole_when_a_read_ends_around_its_last_quote(where: int)
     end = data.index(b'"', data.index(b'"routed_experts":"') + 18)
     reader = EventReader(Text, 1 << 20)
     events = reader.feed(data[: end + where]) + reader.feed(data[end + where :])
-    assert events[1][1] == PAYLOAD.encode()
+    assert isinstance(events[1][1], Text)
+    assert events[1][1].text == PAYLOAD.encode()
     assert json.loads(events[1][0])["z"] == '"quoted"'
