@@ -18,9 +18,8 @@ from collections.abc import Callable
 from typing import Final
 
 from async_rl.engine_protocol import Engine
-from async_rl.engines import balancing
+from async_rl.engines import lease_dispatcher
 from async_rl.engines.back_pressure import BackPressure
-from async_rl.engines.balancing import Balancer
 from async_rl.engines.lease import (
     BackPressureListener,
     EngineGrant,
@@ -29,7 +28,7 @@ from async_rl.engines.lease import (
     EngineSlot,
     EngineState,
 )
-from async_rl.engines.lease_dispatcher import LeaseDispatcher
+from async_rl.engines.lease_dispatcher import Balancer, LeaseDispatcher
 from async_rl.engines.request_refusals import RequestRefusals
 from async_rl.errors import (
     CallLost,
@@ -65,7 +64,7 @@ class GrantedEngines(BackPressureListener):
         self._clock = clock
         self.slots: dict[str, EngineSlot] = {}
         """The engines by id, also those that it may not call at the moment."""
-        self.balancer = Balancer(max_prefill_tokens=balancing.MAX_PREFILL_TOKENS)
+        self.balancer = Balancer(max_prefill_tokens=lease_dispatcher.MAX_PREFILL_TOKENS)
         self.dispatcher = LeaseDispatcher(self.slots, self.balancer, self, judge, metrics, clock)
         """Gives calls to engines: what sessions know of them."""
         self.serving_clock = ServingClock(clock)

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_rl.engines.balancing import SLACK, Balancer
+from async_rl.engines.lease_dispatcher import SLACK, Balancer
 
 BUDGET = 5_000
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, SamplingParams
-from async_rl.engines import balancing
+from async_rl.engines import lease_dispatcher
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
 from async_rl.planning.virtual_time import run_virtual
@@ -21,7 +21,7 @@ ENGINES, TRAJECTORIES = 8, 256
 RATE = 20_000.0
 """Tokens an engine prefills in a second."""
 BUDGET = 32_768
-"""The tokens of `balancing.MAX_PREFILL_TOKENS`."""
+"""The tokens of `lease_dispatcher.MAX_PREFILL_TOKENS`."""
 
 
 class Prefilling:
@@ -58,7 +58,7 @@ def wave(budget: int | None, *, stagger_s: float = 0.05) -> Wave:
 
     async def main() -> Wave:
         loop = asyncio.get_running_loop()
-        with patch.object(balancing, "MAX_PREFILL_TOKENS", budget):
+        with patch.object(lease_dispatcher, "MAX_PREFILL_TOKENS", budget):
             pool = EnginePool(Metrics(), loop.time)
         engines = [Prefilling(f"engine-{index}") for index in range(ENGINES)]
         for engine in engines:

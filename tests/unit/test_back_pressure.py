@@ -13,7 +13,7 @@ import pytest
 
 from async_rl.engine_protocol import Finish
 from async_rl.engines.back_pressure import BackPressure
-from async_rl.engines.balancing import Balancer
+from async_rl.engines.lease_dispatcher import Balancer
 from async_rl.engines.pool import EngineState
 from async_rl.engines.sglang.refusals import explain_refusal, parse_retry_after
 from async_rl.errors import CallLost, EngineBusy, EngineError, LocalShortage, RequestRefused

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from async_rl.engine_protocol import Engine, Finish
-from async_rl.engines import balancing
+from async_rl.engines import lease_dispatcher
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import CallLost, EngineError
 from async_rl.observability.metrics import Metrics
@@ -21,7 +21,7 @@ from tests.support.manual_engines import END, ManualPool, settle, tokens
 
 @asynccontextmanager
 async def pool_of(*engines: str, budget: int | None = None, **limits: int) -> AsyncIterator[ManualPool]:
-    with patch.object(balancing, "MAX_PREFILL_TOKENS", budget):
+    with patch.object(lease_dispatcher, "MAX_PREFILL_TOKENS", budget):
         async with Nursery() as nursery:
             yield ManualPool(*engines, nursery=nursery, **limits)
 

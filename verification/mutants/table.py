@@ -229,7 +229,7 @@ async def interrupts_end_nothing(original, *args, **named):
     """Calls of a simulated engine run on when it is interrupted."""
 
 
-@breaks("async_rl.engines.balancing:Balancer._has_capacity", "property/balancing_properties")
+@breaks("async_rl.engines.lease_dispatcher:Balancer._has_capacity", "property/balancing_properties")
 def engines_have_no_capacity(original, *args, **named):
     """An engine is given calls beyond the bound of its load."""
     return True

@@ -342,7 +342,7 @@ def _config(rng: random.Random, seed: int) -> tuple[Config, dict[str, float | No
             "async_rl.engines.health.PROBE_S": 2.0,
             "async_rl.engines.health.PROBE_TIMEOUT_S": 1.0,
             "async_rl.engines.health.PROBE_MISSES": rng.randint(1, 3),
-            "async_rl.engines.balancing.MAX_PREFILL_TOKENS": rng.choice((None, 100, 1000)),
+            "async_rl.engines.lease_dispatcher.MAX_PREFILL_TOKENS": rng.choice((None, 100, 1000)),
             "max_restarts": rng.choice((2, 1000)),
             "async_rl.engines.repair.RESTART_WINDOW_S": rng.choice((20.0, 3600.0)),
             "async_rl.engines.repair.RESTART_DELAY_S": rng.choice((0.0, 1.0)),
