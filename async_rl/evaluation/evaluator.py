@@ -35,8 +35,14 @@ from async_rl.errors import AsyncRLError, EngineError, PromptTooLong, RewardErro
 from async_rl.evaluation.estimates import EvaluatedAnswer, scores
 from async_rl.observability.evaluation_record import EvaluationRecord
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, AttemptEnd, LostWorkers, attempt_boundary
-from async_rl.rollout.backend import rewards_of_group
+from async_rl.rollout.attempt import (
+    ATTEMPT_ERRORS,
+    Attempt,
+    AttemptEnd,
+    LostWorkers,
+    attempt_boundary,
+    rewards_of_group,
+)
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
 from async_rl.rollout.workers.worker_backend import OpenWorker

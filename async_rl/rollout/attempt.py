@@ -1,8 +1,14 @@
-"""One attempt at a task: runs the agent loop in its session, scores it, and makes its trajectories.
+"""One attempt at a task: runs the agent loop in a session, scores it, makes its trajectories and stores them.
 
-The rollout manager and the evaluator dispatch attempts: they make the sessions, and decide what follows from
-a failed attempt. `attempt_boundary` is around all of it: what goes wrong inside fails the attempt and never
-the run, unless a rule of this program is violated.
+```
+ Attempt ─► RolloutBackend.run_attempt ─► agent loop ─► rewards ─► trajectories as frames ─► AttemptEnd
+              LocalBackend: in this event loop, the driver's or that of a rollout worker
+              WorkerBackend: in rollout workers (`async_rl.rollout.workers`)
+```
+
+The rollout manager and the evaluator dispatch attempts, and decide what follows from a failed one.
+`attempt_boundary` is around all of it: what goes wrong inside fails the attempt and never the run, unless a
+rule of this program is violated.
 """
 
 from __future__ import annotations
@@ -12,9 +18,10 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Final, get_args
+from typing import Any, Final, Protocol, Self, get_args
 
 import msgspec
 
@@ -23,24 +30,37 @@ from async_rl.errors import (
     AgentLoopError,
     AlignmentError,
     AsyncRLError,
+    CorruptFrame,
     EngineError,
     InvariantError,
+    RewardError,
     RolloutError,
     SpoolFull,
     WorkerLost,
 )
 from async_rl.rollout.groups import UnscoredTrajectory
 from async_rl.rollout.loops import AgentLoops
+from async_rl.rollout.model_answers import ModelAnswers
 from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.session.rollout_session import RolloutSession
+from async_rl.rollout.session.transcript import Transcript
+from async_rl.rollout.teacher import Teacher
+from async_rl.runtime.model_questions import asking
+from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import contained, first_error, run_together
+from async_rl.runtime.threads import run_uncancellable
 from async_rl.runtime.user_processes import attempt_scope
 from async_rl.runtime.waits import waiting
+from async_rl.store.archive import InspectedTrajectories
+from async_rl.store.frames import read_completion
 from async_rl.store.journal import Journal, JournalEntry
 from async_rl.store.journal_file import JournalledTrajectory
-from async_rl.store.journal_folders import JournalClaim
+from async_rl.store.journal_folders import JournalClaim, JournalReader
 from async_rl.store.progress import TrajectoryProgress
+from async_rl.store.spool import FrameStore
 from async_rl.types import (
+    Completion,
     Outcome,
     Segment,
     StopReason,
@@ -114,19 +134,6 @@ def user_frames(error: BaseException) -> str:
         return "\n".join(getattr(error, "__notes__", ()))
     frames = traceback.extract_tb(error.__cause__.__traceback__)
     return "".join(traceback.format_list([f for f in frames if not f.filename.startswith(_OURS)])).rstrip()
-
-
-class AttemptResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that has ended well, with its reward."""
-
-    session: RolloutSession
-    parts: dict[str, float] | None
-    """Its reward; None if the whole group is scored by one call."""
-
-    @property
-    def reward_source(self) -> str:
-        """The trajectory for whose completion it is rewarded."""
-        return self.session.reward_source.trajectory_id
 
 
 class AttemptEnd(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -374,35 +381,215 @@ def _described(value: Any) -> str:
     return f"{text:.100} ({type(value).__name__})"
 
 
-async def score_sources(
-    task: Task, tree: Sequence[RolloutSession], rewards: Rewards
-) -> Mapping[str, dict[str, float]]:
-    """Score a session and its branches concurrently, each reward source once.
+class RolloutBackend(AbstractAsyncContextManager[Any, None], Protocol):
+    """Runs agent loops and rewards inside its block, which releases everything that they hold."""
 
-    Returns:
-        The parts of the reward, by the trajectory id of the reward source.
+    async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
+        """Run the agent loop of a task, score its session and branches, and store their trajectories.
 
-    Raises:
-        RewardError: One of them cannot be scored.
-    """
-    sources = {each.reward_source.trajectory_id: each.reward_source for each in tree}
-    scored = await run_together(
-        (f"reward of {name}", rewards.score_completion(task, source.completion))
-        for name, source in sources.items()
-    )
-    return dict(zip(sources, scored, strict=True))
+        Raises:
+            SpoolFull: There was no space for the trajectories: run it again from what it has sampled.
+            RolloutError: The loop, a tool or the reward failed.
+            EngineError: Engines failed the attempt.
+            AlignmentError: The routing of a trajectory does not fit its tokens.
+            WorkerLost: The worker ended, for no known fault of the attempt: run it again.
+        """
+        ...
+
+    @property
+    def has_space_elsewhere(self) -> bool:
+        """Whether an attempt that has just found no space may find some on another node."""
+        ...
+
+    async def score_group(
+        self, task: Task, completions: Sequence[StoredCompletion]
+    ) -> Sequence[dict[str, float] | RewardError]:
+        """Score all trajectories of a group by one call, as `Rewards.score_group` does.
+
+        A trajectory whose completion is damaged gets an error, and the others are scored without it.
+        """
+        ...
 
 
-async def finish_trajectories(results: Sequence[AttemptResult]) -> Sequence[Trajectory]:
-    """Make the trajectories of sessions that have ended well, concurrently.
+async def rewards_of_group(
+    backend: RolloutBackend, task: Task, completions: Sequence[StoredCompletion]
+) -> Sequence[dict[str, float] | RewardError]:
+    """Score all trajectories of a group by one call; where that fails, each has its error."""
+    try:
+        with attempt_boundary():
+            return await backend.score_group(task, completions)
+    except ATTEMPT_ERRORS as error:
+        failure = error if isinstance(error, RewardError) else RewardError(str(error))
+        return [failure] * len(completions)
 
-    Raises:
-        AlignmentError: The routing of one does not fit its tokens.
-    """
-    return await run_together(
-        (
-            f"end of {each.session.trajectory_id}",
-            each.session.finish_trajectory(each.session.stop_reason, each.parts or {}),
+
+class LocalBackend(RolloutBackend):
+    """Runs attempts in this event loop: the driver's, or that of a rollout worker."""
+
+    def __init__(
+        self,
+        context: SessionContext,
+        frames: FrameStore,
+        inspected: InspectedTrajectories | None = None,
+    ) -> None:
+        """Load the agent loop and the rewards that the config names.
+
+        Until `journal` is set, no attempt is journalled.
+
+        Args:
+            context: What all sessions share.
+            frames: Stores the trajectories of attempts that succeeded.
+            inspected: Keeps a copy of each trajectory for inspection.
+
+        Raises:
+            ConfigError: One of them cannot be loaded.
+        """
+        config = context.config
+        self._config = config.rollout
+        self._context = context
+        self.journal: Journal | None = None
+        """The journal of this process."""
+        self._reader = JournalReader(context.metrics)
+        self._frames = frames
+        self._inspected = inspected
+        self.loops = AgentLoops(config.rollout, context.metrics)
+        teacher = config.trainer.loss.teacher.model
+        self._teacher = None if teacher is None else Teacher(teacher, context)
+        self._answers = ModelAnswers(context)
+        self._rewards = Rewards(
+            config, decode=context.chat.decode, metrics=context.metrics, clock=context.clock
         )
-        for each in results
-    )
+
+    async def __aenter__(self) -> Self:
+        await self.loops.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        try:
+            await self.loops.__aexit__(*error)
+        finally:
+            await self._rewards.close()
+
+    async def run_attempt(self, attempt: Attempt) -> AttemptEnd:
+        """Implements `RolloutBackend.run_attempt`."""
+        if self.journal is not None:
+            attempt.on_start(self.journal.directory)
+        left = await self._reader.read_claim(attempt.claim, attempt.trajectory_id, attempt.number)
+        asking.set(self._answers.ask)
+        entries, task = AttemptEntries(attempt, self.journal, left), attempt.task
+        entry = entries.open_entry(attempt.trajectory_id)
+        transcript = Transcript(self._context, entry, entries.open_entry)
+        session = RolloutSession(self._context, task, transcript, group_id=attempt.group_id)
+        try:
+            await run_agent_loop(task, session, self.loops, self._config)
+            sources = {_source_of(each): each.reward_source for each in session.tree}
+            if self._rewards.scores_groups(task):
+                completions = {name: source.completion for name, source in sources.items()}
+                return await self._store_tree(attempt, session.tree, {}, completions)
+            scored = await run_together(
+                (f"reward of {name}", self._rewards.score_completion(task, source.completion))
+                for name, source in sources.items()
+            )
+            scores = dict(zip(sources, scored, strict=True))
+            return await self._store_tree(attempt, session.tree, scores, {})
+        except Exception as error:
+            failed = session.failed_trajectory(error)
+            summary = StoredTrajectory.of(failed)
+            attempt.failed = lambda error: summary
+            if (inspected := self._inspected) is not None:
+                await asyncio.to_thread(inspected.keep, failed, attempt.number)
+            raise
+
+    async def _store_tree(
+        self,
+        attempt: Attempt,
+        sessions: Sequence[RolloutSession],
+        scores: Mapping[str, dict[str, float]],
+        completions: Mapping[str, Completion],
+    ) -> AttemptEnd:
+        """Make the trajectories of sessions that have ended well, and store them in a thread.
+
+        Args:
+            attempt: Their attempt.
+            sessions: The sessions.
+            scores: The parts of their rewards, by reward source.
+            completions: What the group's reward function will receive for the others, by reward source.
+        """
+        tree: Sequence[Trajectory] = await run_together(
+            (
+                f"end of {each.trajectory_id}",
+                each.finish_trajectory(each.stop_reason, scores.get(_source_of(each), {})),
+            )
+            for each in sessions
+        )
+        if self._teacher is not None:
+            tree = await self._teacher.score_trajectories(tree)
+
+        def store() -> AttemptEnd:
+            kept: dict[str, StoredCompletion] = {}
+            try:
+                for source, completion in completions.items():
+                    kept[source] = self._frames.store_completion(source, completion)
+                stored = self._frames.store_tree(tree)
+            except BaseException:
+                self._frames.discard(kept.values())
+                raise
+            if self._inspected is not None:
+                for trajectory in tree:
+                    self._inspected.keep(trajectory, attempt.number)
+            return AttemptEnd(
+                trajectories=stored,
+                unscored=tuple(
+                    UnscoredTrajectory(
+                        trajectory_id=each.trajectory_id,
+                        attempt=attempt.number,
+                        reward_source=_source_of(each),
+                        completion=kept[_source_of(each)],
+                    )
+                    for each in sessions
+                    if _source_of(each) in kept
+                ),
+            )
+
+        end, cancelled = await run_uncancellable(None, store)
+        if cancelled is not None:
+            await run_uncancellable(None, lambda: self._frames.discard([*end.trajectories, *end.completions]))
+            raise cancelled
+        return end
+
+    @property
+    def has_space_elsewhere(self) -> bool:
+        """Implements `RolloutBackend.has_space_elsewhere`: this process has one disk."""
+        return False
+
+    async def score_group(
+        self, task: Task, completions: Sequence[StoredCompletion]
+    ) -> Sequence[dict[str, float] | RewardError]:
+        """Implements `RolloutBackend.score_group`."""
+        asking.set(self._answers.ask)
+        found = await self._read_completions(completions)
+        intact = [each for each in found if isinstance(each, Completion)]
+        scores = iter(await self._rewards.score_group(task, intact) if intact else ())
+        return [each if isinstance(each, RewardError) else next(scores) for each in found]
+
+    async def _read_completions(
+        self, stored: Sequence[StoredCompletion]
+    ) -> Sequence[Completion | RewardError]:
+        def read() -> list[Completion | RewardError]:
+            found: list[Completion | RewardError] = []
+            for each in stored:
+                try:
+                    found.append(read_completion(each))
+                except CorruptFrame as flaw:
+                    found.append(RewardError(f"a completion cannot be read: {flaw}"))
+            return found
+
+        try:
+            return await wait_out_shortage(lambda: asyncio.to_thread(read))
+        except OSError as error:
+            raise RewardError(f"the completions of a group cannot be read: {error}") from error
+
+
+def _source_of(session: RolloutSession) -> str:
+    """Return the trajectory for whose completion a session is rewarded."""
+    return session.reward_source.trajectory_id

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 from async_rl.data.feeder import Feeder
 from async_rl.engines.pool import EnginePool
-from async_rl.rollout.backend import RolloutBackend
+from async_rl.rollout.attempt import RolloutBackend
 from async_rl.rollout.groups import (
     STRAGGLER,
     GroupInFlight,

@@ -18,8 +18,14 @@ from functools import partial
 from typing import Final
 
 from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull
-from async_rl.rollout.attempt import ATTEMPT_ERRORS, Attempt, LostWorkers, attempt_boundary
-from async_rl.rollout.backend import RolloutBackend, rewards_of_group
+from async_rl.rollout.attempt import (
+    ATTEMPT_ERRORS,
+    Attempt,
+    LostWorkers,
+    RolloutBackend,
+    attempt_boundary,
+    rewards_of_group,
+)
 from async_rl.rollout.groups import GroupInFlight
 from async_rl.rollout.session.context import SessionContext
 from async_rl.runtime.shortages import wait_out_shortage

@@ -18,8 +18,7 @@ from async_rl.config import Config, parse_config
 from async_rl.data.chat_format import ChatFormat
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import Attempt, AttemptEnd
-from async_rl.rollout.backend import LocalBackend
+from async_rl.rollout.attempt import Attempt, AttemptEnd, LocalBackend
 from async_rl.rollout.session.api import Session
 from async_rl.run.memory_needs import trajectory_bytes
 from async_rl.store.journal import Journal

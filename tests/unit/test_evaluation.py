@@ -24,7 +24,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord
 from async_rl.observability.text_console import TextConsole
 from async_rl.observability.trackers.tracker import Trackers
-from async_rl.rollout.backend import LocalBackend
+from async_rl.rollout.attempt import LocalBackend
 from async_rl.types import Completion, Task
 from tests.support.run_config import config_with
 

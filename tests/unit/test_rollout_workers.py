@@ -33,8 +33,7 @@ from async_rl.errors import (
 from async_rl.observability.metrics import Metrics, value_of
 from async_rl.placement.rollout_worker_actor import config_per_worker
 from async_rl.planning.virtual_time import VirtualTimeLoop
-from async_rl.rollout.attempt import Attempt, AttemptEnd, LostWorkers
-from async_rl.rollout.backend import LocalBackend, RolloutBackend
+from async_rl.rollout.attempt import Attempt, AttemptEnd, LocalBackend, LostWorkers, RolloutBackend
 from async_rl.rollout.groups import UnscoredTrajectory
 from async_rl.rollout.session.api import Session
 from async_rl.rollout.session.context import SessionContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from async_rl.engines.pool import EnginePool
-from async_rl.rollout.backend import LocalBackend, RolloutBackend
+from async_rl.rollout.attempt import LocalBackend, RolloutBackend
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.worker_backend import OpenWorker, WorkerBackend
 from async_rl.store.archive import InspectedTrajectories

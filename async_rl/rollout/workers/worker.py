@@ -30,8 +30,7 @@ from async_rl.engines.frozen_models import MODEL_METRICS
 from async_rl.engines.health import watch_calls
 from async_rl.errors import AsyncRLError, RewardError, SpoolFull, WorkerLost
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import Attempt, attempt_boundary
-from async_rl.rollout.backend import LocalBackend
+from async_rl.rollout.attempt import Attempt, LocalBackend, attempt_boundary
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.messages import (
     AttemptEnded,

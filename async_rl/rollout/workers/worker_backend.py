@@ -39,8 +39,7 @@ from async_rl.errors import (
     WorkerLost,
 )
 from async_rl.observability.metrics import Metrics
-from async_rl.rollout.attempt import Attempt, AttemptEnd
-from async_rl.rollout.backend import RolloutBackend
+from async_rl.rollout.attempt import Attempt, AttemptEnd, RolloutBackend
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
     AttemptFailed,
