@@ -25,11 +25,10 @@ from typing import Protocol
 from async_rl.errors import InvariantError
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import waiting
-from async_rl.staleness import Backlog
+from async_rl.staleness import Backlog, StalenessPolicy
 from async_rl.store.archive import Observer
 from async_rl.store.ledger import GroupRecord, Ledger
 from async_rl.store.lengths import LengthDrift
-from async_rl.store.packing import age_counts_from
 from async_rl.store.progress import ProgressReport
 from async_rl.store.spool import Spool, relocated
 from async_rl.types import Group, StoredCompletion, StoredTrajectory, TakenBatch, root_of
@@ -571,6 +570,19 @@ def _count_from_ledger(metrics: Metrics, ledger: Ledger) -> None:
     # Evaluated at the scrape, and from now on: they add up with the counters at every moment.
     metrics.trajectories_in_flight.set_function(lambda: ledger.counts().in_flight)
     metrics.trajectories_queued.set_function(lambda: ledger.counts().queued)
+
+
+def age_counts_from(
+    trajectories: Iterable[StoredTrajectory], staleness_policy: StalenessPolicy
+) -> int | None:
+    """Return the version that the age of a finished group counts from; None when nothing was sampled.
+
+    It is the version of the oldest token or, where old tokens are masked, that of the token with which the
+    first of its trajectories would lose its last trained one.
+    """
+    mask = staleness_policy == "mask_tokens"
+    versions = (t.newest_weight_version if mask else t.oldest_weight_version for t in trajectories)
+    return min((version for version in versions if version is not None), default=None)
 
 
 def frames_in_flight(ledger: Ledger, directory: Path, node: str = "") -> list[StoredTrajectory]:

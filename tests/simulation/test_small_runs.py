@@ -21,8 +21,7 @@ from async_rl.engines.simulated import routing_rows
 from async_rl.errors import AsyncRLError
 from async_rl.store import trajectory_queue
 from async_rl.store.ledger import Ledger
-from async_rl.store.packing import pack_groups
-from async_rl.store.trajectory_queue import TrajectoryQueue
+from async_rl.store.trajectory_queue import TrajectoryQueue, pack_groups
 from async_rl.types import TrainBatch
 from tests.support.small_run import small_run
 from verification.simulation import faults

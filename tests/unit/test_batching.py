@@ -15,7 +15,7 @@ from async_rl.placement.frame_readers import SharedFrames
 from async_rl.routing import fit, make_trace
 from async_rl.staleness import Backlog
 from async_rl.store.frames import read_trajectories, verify_frame
-from async_rl.store.packing import pack_groups
+from async_rl.store.trajectory_queue import pack_groups
 from async_rl.types import (
     NEVER_COMPUTED,
     Context,

@@ -35,7 +35,7 @@ from async_rl.rollout.rewards.signatures import parts_of
 from async_rl.runtime.reward_values import MAX_REWARD, reward_value
 from async_rl.runtime.worker_processes import WorkerProcesses
 from async_rl.staleness import Backlog
-from async_rl.store.packing import pack_groups
+from async_rl.store.trajectory_queue import pack_groups
 from async_rl.types import Completion, Task, TurnRecord
 from tests.support import reward_functions
 from tests.support.processes import wait_gone
