@@ -109,7 +109,8 @@ class PlacementConfig(Strict, frozen=True, kw_only=True):
     """What Ray reserves for an engine on each of its nodes: `CPU`, `GPU` (without it, tp_size / num_nodes on
     cuda) and custom resources, such as a label of the nodes that it may run on."""
     resources_per_rank: Resources = {}
-    """What Ray reserves for a trainer rank: `CPU`, `GPU` (without it, 1 on cuda) and custom resources."""
+    """What Ray reserves for a trainer rank: `CPU`, `GPU` (without it, 1 on cuda) and custom resources. With
+    `shared` on cuda, an engine's placement has them once for each of its GPUs, and `GPU` is ignored."""
     resources_per_rollout_worker: Resources = {}
     """What Ray reserves for a process of `rollout.num_workers`: `CPU` and custom resources, such as that of
     nodes with engines; workers are spread over the nodes that have them."""

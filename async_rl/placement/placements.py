@@ -10,7 +10,8 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from copy import copy
+from typing import Any, Final, Self
 
 import msgspec
 import ray
@@ -51,6 +52,8 @@ class Placements:
         *,
         neighbours: bool = False,
         together: int = 1,
+        asked_beside: Mapping[str, float] | None = None,
+        num_beside: int = 0,
         remedy: str,
     ) -> None:
         """Store the request; nothing is requested from Ray yet.
@@ -65,11 +68,16 @@ class Placements:
                 keeps its placement.
             together: Number of consecutive processes that should share a node; it divides `count`. Where they
                 do not fit on one, the largest equal parts of them that fit do.
+            asked_beside: The resources of a process of another kind that runs beside one of these.
+            num_beside: Number of processes beside each one, for which its place has resources too.
             remedy: Advice for a cluster without capacity.
         """
         self._what = what
-        self._asked = {name: amount for name, amount in asked.items() if amount} | {
-            "CPU": asked.get("CPU") or MIN_CPUS
+        self._asked = _with_cpus(asked)
+        self._asked_beside = _with_cpus(asked_beside or {})
+        self._reserved = {
+            name: self._asked.get(name, 0.0) + num_beside * self._asked_beside.get(name, 0.0)
+            for name in (self._asked | self._asked_beside if num_beside else self._asked)
         }
         self._count = count
         self._strategy = strategy
@@ -111,7 +119,7 @@ class Placements:
         """Request a bundle for each number of processes that share a node; blocks."""
         nodes = alive_nodes()
         self._per_bundle = processes_per_node(
-            self._asked, self._count, self._together, [n.free for n in nodes], [n.total for n in nodes]
+            self._reserved, self._count, self._together, [n.free for n in nodes], [n.total for n in nodes]
         )
         if self._per_bundle < self._together:
             log.warning(
@@ -121,7 +129,7 @@ class Placements:
                 self._together,
                 self._per_bundle,
             )
-        bundle = {name: round(amount * self._per_bundle, 4) for name, amount in self._asked.items()}
+        bundle = {name: round(amount * self._per_bundle, 4) for name, amount in self._reserved.items()}
         bundles = [bundle] * (self._count // self._per_bundle)
         group: PlacementGroup = placement_group(bundles, strategy=self._strategy)
         return group
@@ -139,24 +147,47 @@ class Placements:
             await self.wait_ready(limit_s)
 
     def _is_placed(self, number: int) -> bool:
-        node = placement_group_table(self._group)["bundles_to_node_id"][self._bundle(number)]
-        alive = (one["NodeID"] for one in ray.nodes() if one["Alive"])  # type: ignore[no-untyped-call]
-        return node in alive
+        return self._node(number) in node_addresses()
 
-    async def why_missing(self, name: str) -> str:
-        """Return why a process with a placement may not have started yet, for the log."""
-        nodes = await asyncio.to_thread(alive_nodes)
+    def _node(self, number: int) -> str:
+        """Return the node that a process has a place on, by its id; blocks."""
+        nodes: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        return nodes[self._bundle(number)]
+
+    def placements_beside(self, numbers: Sequence[int]) -> Self:
+        """Return the placements of processes that run beside these.
+
+        Args:
+            numbers: For each of them the number of the process that it is beside.
+        """
+        others = copy(self)
+        others._asked = self._asked_beside
+        others._order, others._per_bundle = [self._bundle(number) for number in numbers], 1
+        return others
+
+    async def why_missing(self, name: str, number: int) -> str:
+        """Return what a process with a placement that has not started waits for."""
+        return await asyncio.to_thread(self._why_missing, name, number)
+
+    def _why_missing(self, name: str, number: int) -> str:
+        assert self._group is not None, "wait_ready comes first"
+        node, bundle = self._node(number), f"group_{self._bundle(number)}_{self._group.id.hex()}"
+        free = available_resources_per_node().get(node, {})  # type: ignore[no-untyped-call]
+        left = {asked: free.get(f"{asked}_{bundle}", 0.0) for asked in self._asked}
+        where = node_addresses().get(node)
+        place = "a node that is lost, without a replacement yet" if where is None else f"node {where}"
         return "\n".join(
             [
-                f"{name} has not started after {LOG_AFTER_S:g} s: its node is slow, or it is lost and there "
-                "is no replacement yet. The cluster:",
-                *resource_lines(self._asked, nodes),
+                f"{name} asks for {_amounts(self._asked)} on {place}, where {_amounts(left)} of the run's "
+                "reservation is free; with enough of it, the node is slow to start a process. "
+                "What is not reserved:",
+                *resource_lines(self._asked, alive_nodes()),
             ]
         )
 
     async def _no_capacity(self) -> str:
         nodes = await asyncio.to_thread(alive_nodes)
-        return no_capacity(self._what, self._asked, self._count, self._strategy, nodes)
+        return no_capacity(self._what, self._reserved, self._count, self._strategy, nodes)
 
     def actor_options(self, number: int) -> dict[str, Any]:
         """Return the options that start an actor on its placement."""
@@ -174,6 +205,15 @@ class Placements:
     def _bundle(self, number: int) -> int:
         """Return the bundle of a process."""
         return self._order[number // self._per_bundle]
+
+
+def _with_cpus(asked: Mapping[str, float]) -> dict[str, float]:
+    """Return what a process asks Ray for, which is never nothing."""
+    return {name: amount for name, amount in asked.items() if amount} | {"CPU": asked.get("CPU") or MIN_CPUS}
+
+
+def _amounts(asked: Mapping[str, float]) -> str:
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(asked.items()))
 
 
 def group_by_node(nodes: Sequence[str]) -> list[int]:
@@ -201,11 +241,10 @@ def no_capacity(
     what: str, asked: Mapping[str, float], count: int, strategy: str, nodes: Sequence[ClusterNode]
 ) -> str:
     """Return why processes cannot be placed, with one line of resources per node."""
-    one = ", ".join(f"{amount:g} {name}" for name, amount in sorted(asked.items()))
     fits = sum(all(node.total.get(name, 0) >= amount for name, amount in asked.items()) for node in nodes)
     return "\n".join(
         [
-            f"Ray has no capacity for {count} x {what} ({one} each on one node, {strategy}); "
+            f"Ray has no capacity for {count} x {what} ({_amounts(asked)} each on one node, {strategy}); "
             f"{fits} of {len(nodes)} nodes are large enough for one:",
             *resource_lines(asked, nodes),
         ]

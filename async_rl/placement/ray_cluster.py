@@ -27,7 +27,7 @@ from async_rl.placement.placements import Placements, addresses_of, node_address
 from async_rl.placement.ray_engines import RayEngines, uses_gpus
 from async_rl.placement.ray_trainer import ABORTS, WEIGHTS, RayTrainer, last_line, make_worker
 from async_rl.placement.rollout_worker_actor import rollout_worker
-from async_rl.placement.shared_devices import Device, assign_devices, options_beside, ranks_on
+from async_rl.placement.shared_devices import Device, assign_devices, ranks_on
 from async_rl.rollout.workers.messages import Link
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.cluster import Cluster
@@ -94,28 +94,35 @@ class RayCluster(RayEngines, Cluster):
         except RayError as error:
             raise EnvironmentNotReady(f"the trainer's ranks did not start: {last_line(error)}") from error
         except TimeoutError as error:
+            left = [rank for rank, actor in enumerate(self._rank_actors) if actor not in self._processes]
+            why = await self._rank_placements.why_missing(f"trainer rank {left[0]}", left[0]) if left else ""
             raise EnvironmentNotReady(
-                f"the trainer's ranks did not start within trainer.start_timeout_s = {limit_s}"
+                f"the trainer's ranks did not start within trainer.start_timeout_s = {limit_s}. {why}"
             ) from error
 
     async def _start_ranks(self) -> Trainer:
         config, ranks = self._config, self._config.trainer.num_ranks
+        if self._shares_gpus:
+            self._place_beside_engines()
         await self._rank_placements.wait_ready(config.placement.wait_s)
         threads = {ABORTS: 1} | ({WEIGHTS: 1} if config.weights.overlap else {})
         actor_class = ray.remote(concurrency_groups=threads)(RankActor)  # type: ignore[call-overload]
         log_paths = [self._logs / f"trainer-{rank}.log" for rank in range(ranks)]
-        devices = self._shared_devices(ranks)
-        self._rank_devices = [device for device in devices if device is not None]
         actors = self._rank_actors = [
-            actor_class.options(**self._rank_placements.actor_options(rank) | options_beside(device)).remote(
-                config.placement.resources_per_rank.get("CPU", 0.0), device and device.gpu
+            actor_class.options(**self._rank_placements.actor_options(rank)).remote(
+                config.placement.resources_per_rank.get("CPU", 0.0),
+                self._rank_devices[rank].gpu if self._rank_devices else None,
             )
-            for rank, device in enumerate(devices)
+            for rank in range(ranks)
         ]
         async with Nursery() as nursery:
             for rank, (actor, log_path) in enumerate(zip(actors, log_paths, strict=True)):
                 name = f"trainer rank {rank}"
-                nursery.start_task(name, self._join_run(name, actor, self._rank_placements, log_path))
+                joining = self._join_run(name, actor, self._rank_placements, rank, log_path)
+                nursery.start_task(name, joining)
+        for actor, device in zip(actors, self._rank_devices, strict=False):  # there are none without sharing
+            if self._processes[actor].host != device.node:
+                raise EnvironmentNotReady(f"an engine has lost its node, whose {device} a rank was to share")
         nodes = await asyncio.to_thread(addresses_of, [self._processes[actor].host for actor in actors])
         trainer = RayTrainer(actors, nodes, log_paths, config, self.node, self._frame_readers.call)
         plain = to_builtins(config)
@@ -155,13 +162,28 @@ class RayCluster(RayEngines, Cluster):
         for engine, node in {**nodes, **given}.items():
             check_shares_memory(engine, node, trainer.host, known)
 
-    def _shared_devices(self, ranks: int) -> list[Device | None]:
-        """Return the GPU that each rank shares with an engine; None if it shares none."""
-        if not (self._config.placement.shared and uses_gpus(self._config.trainer.device)):
-            return [None] * ranks
+    @property
+    def _shares_gpus(self) -> bool:
+        """Whether ranks share the GPUs of engines."""
+        return self._config.placement.shared and uses_gpus(self._config.trainer.device)
+
+    def _place_beside_engines(self) -> None:
+        """Give each rank a GPU of an engine, and a place in what is reserved with that engine."""
         engines = [self._devices[engine_id] for engine_id in self._engine_actors]
         all_of_them = self._config.weights.transport == "tensor"
-        return list(assign_devices(engines, ranks, all_of_them=all_of_them))
+        ranks = self._config.trainer.num_ranks
+        self._rank_devices = assign_devices(engines, ranks, all_of_them=all_of_them)
+        parts = [device for devices in engines for device in devices]
+        per_part = len(parts) // (len(engines) * self._num_nodes)
+        self._rank_placements = self._engine_placements.placements_beside(
+            [parts.index(device) // per_part for device in self._rank_devices]
+        )
+
+    def _asked_beside(self) -> dict[str, float]:
+        return {**self._config.placement.resources_per_rank, "GPU": 0.0}
+
+    def _num_beside(self, num_gpus: int) -> int:
+        return min(num_gpus, self._config.trainer.num_ranks) if self._shares_gpus else 0
 
     def ranks_beside(self, engine_id: str) -> Sequence[int]:
         """Implements `WeightRoutes.ranks_beside`."""
@@ -208,10 +230,9 @@ class RayCluster(RayEngines, Cluster):
 
     def _new_rank_placements(self) -> Placements:
         trainer, placement = self._config.trainer, self._config.placement
-        gpus = 1.0 if uses_gpus(trainer.device) and not placement.shared else 0.0
         return Placements(
             "trainer rank",
-            {"GPU": gpus} | placement.resources_per_rank,
+            {"GPU": float(uses_gpus(trainer.device))} | placement.resources_per_rank,
             trainer.num_ranks,
             "PACK",  # ranks exchange more with each other than with anything else
             neighbours=True,

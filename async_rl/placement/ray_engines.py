@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from math import ceil
 from pathlib import Path
 from typing import Any, Final
 
@@ -204,13 +205,24 @@ class RayEngines(EngineProcesses):
         engine, gpus = self._config.engine, 0.0
         if isinstance(engine, SGLangEngines) and uses_gpus(engine.device):
             gpus = engine.tp_size / engine.num_nodes
+        asked = {"GPU": gpus} | self._config.placement.resources_per_engine
         return Placements(
             "engine" if self._num_nodes == 1 else "node of an engine",
-            {"GPU": gpus} | self._config.placement.resources_per_engine,
+            asked,
             engine.num_engines * self._num_nodes,
             "SPREAD",  # so that each has the network of its node to itself
-            remedy="lower engine.num_engines, engine.tp_size or placement.resources_per_engine",
+            asked_beside=self._asked_beside(),
+            num_beside=self._num_beside(ceil(asked["GPU"])),
+            remedy="lower engine.num_engines, engine.tp_size or placement.resources_per_*",
         )
+
+    def _asked_beside(self) -> dict[str, float]:
+        """Return what a process asks for that shares a GPU of an engine."""
+        return {}
+
+    def _num_beside(self, num_gpus: int) -> int:
+        """Return how many processes share the GPUs of a node of an engine."""
+        return 0
 
     async def _wait_for_placement(self, engine_id: str) -> None:
         """Wait until an engine has a placement again, without a limit: other engines keep serving."""
@@ -225,7 +237,9 @@ class RayEngines(EngineProcesses):
             except EnvironmentNotReady as error:
                 log.warning("engine %s waits for a node: %s", engine_id, error)
 
-    async def _join_run(self, name: str, actor: Any, placements: Placements, log_path: Path | None) -> None:
+    async def _join_run(
+        self, name: str, actor: Any, placements: Placements, number: int, log_path: Path | None
+    ) -> None:
         """Wait until an actor has joined the run, and store its process.
 
         Raises:
@@ -239,7 +253,8 @@ class RayEngines(EngineProcesses):
                 async with asyncio.timeout(LOG_AFTER_S):
                     self._processes[actor] = await arrives
             except TimeoutError:
-                log.warning("%s", await placements.why_missing(name))
+                why = await placements.why_missing(name, number)
+                log.warning("no start after %g s: %s", LOG_AFTER_S, why)
                 self._processes[actor] = await arrives
         except RayTaskError as error:
             failure = EnvironmentNotReady(f"{name} cannot work on its node: {last_line(error)}")
@@ -274,8 +289,9 @@ class RayEngines(EngineProcesses):
             assert isinstance(config, SGLangEngines), "only a real engine is an actor"
             try:
                 async with asyncio.timeout(config.start_timeout_s):
-                    for actor in parts:
-                        await self._join_run(engine_id, actor, self._engine_placements, None)
+                    first = list(self._engine_actors).index(engine_id) * len(parts)
+                    for number, actor in enumerate(parts, first):
+                        await self._join_run(engine_id, actor, self._engine_placements, number, None)
                     of_parts = [await actor.devices.remote() for actor in parts]
                     self._devices[engine_id] = [device for of_part in of_parts for device in of_part]
                     self._check_memory_is_shared({engine_id: self._processes[parts[0]].host}, {})

@@ -1,17 +1,15 @@
 """Assigns to each trainer rank the GPU of an engine (`placement.shared`).
 
-Ray assigns the GPUs to the engines, which start first. A rank requests none: it runs on the node of an engine
-and sees that engine's GPU. Ranks follow the order of the engines' GPUs on each node, so that neighbouring
-ranks use GPUs that are close to each other.
+Ray assigns the GPUs to the engines, which start first. A rank requests none: it runs in the placement of an
+engine, which reserves CPUs for its ranks too, and sees a GPU of that engine. Ranks follow the order of the
+engines' GPUs on each node, so that neighbouring ranks use GPUs that are close to each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_rl.errors import WeightSyncError
 from async_rl.placement.placements import group_by_node
@@ -51,10 +49,3 @@ def assign_devices(
     devices = [device for engine in engines for device in engine]
     require_shared_gpus(num_ranks, len(devices), all_of_them=all_of_them)
     return [devices[index] for index in group_by_node([device.node for device in devices])[:num_ranks]]
-
-
-def options_beside(device: Device | None) -> dict[str, Any]:
-    """Return options that start an actor on a GPU's node without requesting it; none for None."""
-    if device is None:
-        return {}
-    return {"num_gpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(device.node, soft=False)}

@@ -145,20 +145,28 @@ def check_resources(config: Config, *, gpus: int, cpus: int) -> None:
     """
     placement, trainer, groups = config.placement, config.trainer, engine_groups(config)
     uses = {name: device == "cuda" or (device == "auto" and gpus > 0) for name, device in _devices(config)}
-    of_rank = placement.resources_per_rank.get("GPU", float(uses["trainer"] and not placement.shared))
+    of_rank = placement.resources_per_rank.get("GPU", float(uses["trainer"]))
     parts = [group.number * group.num_nodes for group in groups]
+    num_ranks = trainer.num_ranks
+    if placement.shared and uses["trainer"]:  # they have a place with each engine, and its GPUs
+        of_rank = 0.0
+        num_ranks = sum(
+            count * min(ceil(group.gpus), trainer.num_ranks)
+            for count, group in zip(parts, groups, strict=True)
+            if group.name == "engine"
+        )
     of_engines = sum(
         count * group.gpus
         for count, group in zip(parts, groups, strict=True)
         if uses["engine"] or "GPU" in placement.resources_per_engine
     )
     cpu_parts = (
-        placement.resources_per_rank.get("CPU", 0.0) * trainer.num_ranks,
+        placement.resources_per_rank.get("CPU", 0.0) * num_ranks,
         placement.resources_per_engine.get("CPU", 0.0) * sum(parts),
         placement.resources_per_rollout_worker.get("CPU", 0.0) * config.num_workers,
     )
     for what, there, needed in (
-        ("GPUs", gpus, {"trainer ranks": of_rank * trainer.num_ranks, "engines": of_engines}),
+        ("GPUs", gpus, {"trainer ranks": of_rank * num_ranks, "engines": of_engines}),
         ("CPUs", cpus, dict(zip(("trainer ranks", "engines", "rollout workers"), cpu_parts, strict=True))),
     ):
         if (total := sum(needed.values())) > there:

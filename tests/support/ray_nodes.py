@@ -47,16 +47,17 @@ class RayNodes:
         self._numbers = count(2)
         self._folder = tempfile.TemporaryDirectory(prefix="n", ignore_cleanup_errors=True)
 
-    def start(self, **resources: float) -> str:
+    def start(self, *, cpus: int = 1, gpus: int = 0, **resources: float) -> str:
         """Start a node, the head if it is the first, wait until it has joined, and return its address.
 
-        Ray allows a node half a minute to start, which is short on a busy machine: a failed start is
-        repeated.
+        The GPUs are only counted: no process finds any. Ray allows a node half a minute to start, which is
+        short on a busy machine: a failed start is repeated.
         """
         for _ in range(_TRIES):
             own = f"127.0.0.{next(self._numbers)}"
             port = free_port(own)
-            process = self.nodes[own] = self._start(own, port, resources)
+            offered = [f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--resources={json.dumps(resources)}"]
+            process = self.nodes[own] = self._start(own, port, offered)
             assert process.stdout is not None
             said = []
             for line in process.stdout:
@@ -69,7 +70,7 @@ class RayNodes:
             del self.nodes[own]
         raise AssertionError("a node did not start: " + "".join(said))
 
-    def _start(self, own: str, port: int, resources: dict[str, float]) -> subprocess.Popen[bytes]:
+    def _start(self, own: str, port: int, offered: list[str]) -> subprocess.Popen[bytes]:
         head = ["--head", f"--port={port}", "--include-dashboard=false"]
         role = ["--address", self.address] if self.address else head
         folder = Path(self._folder.name) / own
@@ -77,8 +78,8 @@ class RayNodes:
         return subprocess.Popen(
             [
                 *(_RAY, "start", "--block", "--disable-usage-stats", *role),
-                *(f"--node-ip-address={own}", "--num-cpus=1", f"--object-store-memory={80 << 20}"),
-                *(f"--temp-dir={folder}", f"--resources={json.dumps(resources)}"),
+                *(f"--node-ip-address={own}", f"--object-store-memory={80 << 20}", f"--temp-dir={folder}"),
+                *offered,
                 *("--min-worker-port=0", "--max-worker-port=0"),  # any: a fixed range may hold the head's own
             ],
             env={**os.environ, **self.environment},

@@ -44,7 +44,7 @@ class RecordedPlacements:
     async def wait_ready(self, limit_s: float) -> None:
         self.limits.append(limit_s)
 
-    async def why_missing(self, name: str) -> str:
+    async def why_missing(self, name: str, number: int) -> str:
         return f"{name} is missing"
 
     def actor_options(self, number: int) -> dict[str, Any]:
@@ -210,7 +210,8 @@ async def test_a_start_of_servers_ends_with_an_error_after_its_limit(
 async def test_a_start_of_ranks_ends_with_an_error_after_its_limit(
     tmp_path: Path, silent_ray: SilentRay
 ) -> None:
-    assert await ends_after(cluster_of(tmp_path, "trainer.start_timeout_s=70").start_trainer()) == 70
+    cluster = cluster_of(tmp_path, "trainer.start_timeout_s=70")
+    assert await ends_after(cluster.start_trainer(), says="= 70.0. trainer rank 0 is missing") == 70
 
 
 async def test_a_step_of_ranks_ends_with_an_error_after_its_limit(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -24,7 +26,7 @@ from async_rl.placement import actors, placements
 from async_rl.placement.actors import ActorSetup, EngineActor, enter_driver_folder
 from async_rl.placement.frame_readers import SharedFrames
 from async_rl.placement.local_ray import connect_ray
-from async_rl.placement.placements import ClusterNode, group_by_node, no_capacity
+from async_rl.placement.placements import ClusterNode, Placements, group_by_node, no_capacity
 from async_rl.placement.shared_devices import Device, assign_devices, ranks_on
 from async_rl.run.placement_table import (
     check_resources,
@@ -60,6 +62,30 @@ def test_the_refusal_names_what_was_asked_and_what_each_node_has_when_there_is_n
         "  10.0.0.1: 4 of 4 CPU free, 1 of 2 GPU free",
         "  10.0.0.2: 0.5 of 4 CPU free, 0 of 8 GPU free, 0 of 1 engines free",
     ]
+
+
+async def test_a_process_that_does_not_start_is_said_to_ask_for_what_its_node_may_lack(monkeypatch):
+    group = SimpleNamespace(id=SimpleNamespace(hex=lambda: "abc"), ready=partial(asyncio.sleep, 0))
+    monkeypatch.setattr(placements, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(
+        placements, "placement_group_table", lambda _: {"bundles_to_node_id": {0: "a0", 1: "b0"}}
+    )
+    monkeypatch.setattr(placements, "node_addresses", lambda: {"a0": "10.0.0.1"})
+    monkeypatch.setattr(
+        placements, "available_resources_per_node", lambda: {"a0": {"CPU": 1, "CPU_group_0_abc": 3}}
+    )
+    monkeypatch.setattr(
+        placements, "alive_nodes", lambda: [ClusterNode("10.0.0.1", {"CPU": 12, "GPU": 2}, {"CPU": 1})]
+    )
+    engines = Placements(
+        "engine", {"GPU": 2}, 2, "SPREAD", asked_beside={"CPU": 4}, num_beside=2, remedy="buy one"
+    )
+    await engines.wait_ready(1)
+    ranks = engines.placements_beside([0, 0, 1])
+    asks, node = (await ranks.why_missing("rank 1", 1)).splitlines()
+    assert "rank 1 asks for 4 CPU on node 10.0.0.1, where 3 CPU of the run's reservation is free" in asks
+    assert node == "  10.0.0.1: 1 of 12 CPU free, 0 of 2 GPU free"
+    assert "on a node that is lost" in await ranks.why_missing("rank 2", 2)
 
 
 def test_frames_are_read_by_their_path_and_go_with_their_owner():
@@ -333,6 +359,15 @@ def test_a_node_that_has_left_is_an_error_that_a_restart_handles(monkeypatch: py
             "reserves 9.9 GPUs",
         ),
         (("trainer.num_ranks=9", "engine.num_engines=9"), 0, None),  # on the CPU
+        (
+            (
+                "trainer.num_ranks=3",  # of which any engine may have two
+                "placement={shared: true, resources_per_rank: {CPU: 1.5, GPU: 1}}",
+                *("weights.interrupt=abort", "engine={num_engines: 2, tp_size: 2}"),
+            ),
+            4,
+            r"reserves 6 CPUs \(trainer ranks 6\)",
+        ),
         (
             (
                 "placement.resources_per_engine={CPU: 3}",
