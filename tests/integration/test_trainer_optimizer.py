@@ -111,6 +111,24 @@ def test_a_step_is_the_same_bit_for_bit_when_the_host_takes_it(
         assert share == 1 if "optimizer_offload_fraction" not in more else 0.4 < share < 0.8
 
 
+def test_what_the_host_steps_is_copied_there_once(one_layer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = trainer_config(one_layer, megatron=OFFLOAD, dtype="bfloat16", optimizer=SETTINGS)
+    with emulated(OFFLOAD):
+        pinned: list[int] = []
+        pin = torch.Tensor.pin_memory
+
+        def counting(tensor: torch.Tensor) -> torch.Tensor:
+            pinned.append(tensor.numel())
+            return pin(tensor)
+
+        monkeypatch.setattr(torch.Tensor, "pin_memory", counting)
+        with started(config, None) as worker:
+            (inner,) = worker.model.inner_optimizers
+            assert sum(pinned) == sum(
+                each.numel() for group in inner.param_groups for each in group["params"]
+            )
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [({}, OFFLOAD), (OFFLOAD, {}), (OFFLOAD, MOMENTS), (MOMENTS, MOMENTS)],

@@ -49,6 +49,7 @@ from trainer.megatron.activation_offload import LayerInputsOnHost
 from trainer.megatron.attention import PackedTrajectories, zigzag
 from trainer.megatron.bridge import HFBridge
 from trainer.megatron.cpu import fuses_layers
+from trainer.megatron.host_optimizer import built_once
 from trainer.megatron.layout import accumulate_in_place, fields_of, transformer_config
 from trainer.megatron.lora import adapters, attach_adapters, sum_expert_gradients
 from trainer.megatron.packing import Packing, sequence_cost
@@ -159,7 +160,8 @@ class MegatronModel:
 
     def _make_optimizer(self, trainer: TrainerConfig, learning_rate: float) -> MegatronOptimizer:
         settings, dtype = trainer.optimizer, self.bridge.mbridge.dtype
-        with warnings.catch_warnings():
+        distributed = self.chunks[0].ddp_config.use_distributed_optimizer
+        with warnings.catch_warnings(), built_once(distributed=distributed):
             warnings.simplefilter("ignore")  # a rank without experts has a stub optimizer
             optimizer: MegatronOptimizer = get_megatron_optimizer(
                 MegatronOptimizerConfig(
@@ -170,7 +172,7 @@ class MegatronModel:
                     clip_grad=settings.clip_grad,
                     bf16=dtype == torch.bfloat16,
                     params_dtype=dtype,
-                    use_distributed_optimizer=self.chunks[0].ddp_config.use_distributed_optimizer,
+                    use_distributed_optimizer=distributed,
                     store_param_remainders=False,
                     **{"optimizer_offload_fraction": 1.0}
                     | fields_of(MegatronOptimizerConfig, trainer.megatron),
