@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -29,6 +29,7 @@ from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spe
 from async_rl.weights.relay import BUFFERS, BucketRelay
 from async_rl.weights.shared_memory import payload_for, shared_buffer
 from trainer.megatron.weight_owners import assign_owners
+from trainer.weights import snapshot as snapshot_module
 from trainer.weights.snapshot import WeightSnapshot
 from trainer.weights.weight_export import WeightExport
 
@@ -311,6 +312,29 @@ def test_no_memory_is_allocated_when_a_copy_is_made_again():
     snapshot.copy_tensors(weights(2.0))
     assert [tensor.data_ptr() for _, tensor in snapshot.tensors()] == before
     assert all((tensor == 2).all() for _, tensor in snapshot.tensors())
+
+
+def test_a_copy_takes_its_own_size_where_torch_rounds_pinned_memory_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As torch does below 1 GiB, the limit that ranks are given: weights would take a third more memory."""
+    unit, taken, allocate = 1 << 20, [], torch.empty
+
+    def counted(*size: Any, **options: Any) -> torch.Tensor:
+        tensor = allocate(*size, **options)
+        taken.append(1 << (tensor.nbytes - 1).bit_length() if 0 < tensor.nbytes <= unit else tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", counted)
+    monkeypatch.setattr(snapshot_module, "_SLAB_BYTES", unit)
+    live = [(f"expert {number}", torch.full((37, 350), number).bfloat16()) for number in range(200)]
+    live.insert(90, ("embedding", torch.ones(3 << 18)))
+    snapshot = WeightSnapshot(keeps=True, where="host")
+    snapshot.copy_tensors(live)
+    assert sum(taken) < 1.05 * sum(tensor.nbytes for _, tensor in live) + unit  # and a last piece
+    assert all(
+        torch.equal(copy, tensor) for (_, copy), (_, tensor) in zip(snapshot.tensors(), live, strict=True)
+    )
 
 
 def test_a_rank_keeps_nothing_but_gathers_all_when_another_one_sends():

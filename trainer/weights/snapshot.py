@@ -13,9 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Final, Literal
 
 import torch
+
+_SLAB_BYTES: Final = 1 << 30
+"""Host memory is allocated in pieces of this size: torch rounds pinned memory up to a power of two, each
+tensor's by half of it on average, and leaves what is larger as it is (`prepare_rank_environment`)."""
+
+_ALIGNMENT: Final = 512
+"""Where a tensor may begin in such a piece, as in torch's memory on devices."""
 
 
 class WeightSnapshot:
@@ -41,6 +48,8 @@ class WeightSnapshot:
         self._keeps = keeps
         self._where = where
         self._tensors: dict[str, torch.Tensor] = {}
+        self._slab = torch.empty(0, dtype=torch.uint8)
+        """What is free of the piece of host memory that was allocated last."""
 
     def copy_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy all tensors, which is collective; the originals may change once this returns."""
@@ -60,7 +69,14 @@ class WeightSnapshot:
     def _buffer_for(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._where == "device":
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if size > _SLAB_BYTES:
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        else:
+            if size > len(self._slab):
+                self._slab = torch.empty(_SLAB_BYTES, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+            memory, self._slab = self._slab[:size], self._slab[size:]
+        return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 @contextmanager
