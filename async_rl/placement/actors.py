@@ -85,11 +85,12 @@ def use_private_compile_cache() -> None:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
 
 
-def prepare_rank_environment(cpus: float) -> None:
+def prepare_rank_environment(cpus: float, *, shares_gpu: bool) -> None:
     """Set what OpenMP, NCCL and CUDA of a trainer rank read when they start.
 
     Args:
         cpus: The cores that Ray has reserved for the rank.
+        shares_gpu: Whether the rank alternates with an engine on its GPU.
     """
     # OpenMP threads of several ranks that spin for each other stall a machine with few cores for seconds.
     os.environ["OMP_NUM_THREADS"] = str(max(1, int(cpus)))
@@ -100,8 +101,13 @@ def prepare_rank_environment(cpus: float) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     # torch rounds pinned memory up to a power of two, by which smaller blocks are reused. The buffer of a
     # checkpoint may take 90 GB, and would take 137.
+    settings = ["pinned_max_round_threshold_mb:1024"]
+    if not shares_gpu:
+        # Micro-batches differ in length: memory in fixed segments would be cut into pieces too small for the
+        # next one. torch-memory-saver, which empties a shared GPU, does not work with these.
+        settings.append("expandable_segments:True")
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1024"
+        os.environ["PYTORCH_ALLOC_CONF"] = ",".join(settings)
 
 
 class RankActor(NodeActor):
@@ -111,7 +117,7 @@ class RankActor(NodeActor):
         die_with_parent()
         if gpu is not None:  # shared with an engine, to which Ray has assigned it
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-        prepare_rank_environment(cpus)
+        prepare_rank_environment(cpus, shares_gpu=gpu is not None)
         use_private_compile_cache()
         self._worker: Any = None
 

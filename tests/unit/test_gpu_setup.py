@@ -235,6 +235,7 @@ def test_a_broken_transformer_engine_is_refused_before_anything_starts(
     assert ("undefined symbol: _ZN3" in capsys.readouterr().err) == bool(code)
 
 
+@pytest.mark.parametrize("shares_gpu", [False, True])
 @pytest.mark.parametrize(
     "given",
     [
@@ -243,8 +244,8 @@ def test_a_broken_transformer_engine_is_refused_before_anything_starts(
         {"NCCL_CUMEM_ENABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "8"},
     ],
 )
-def test_ranks_have_the_settings_of_servers_and_unrounded_pinned_memory_unless_the_user_sets_them(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str]
+def test_ranks_have_the_settings_of_servers_and_the_allocators_unless_the_user_sets_them(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], shares_gpu: bool
 ) -> None:
     allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     names = (*allocator, "NCCL_CUMEM_ENABLE", "CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
@@ -252,8 +253,9 @@ def test_ranks_have_the_settings_of_servers_and_unrounded_pinned_memory_unless_t
         monkeypatch.setenv(name, "to be restored")
         os.environ.pop(name)
     os.environ.update(given)
-    prepare_rank_environment(4.0)
+    prepare_rank_environment(4.0, shares_gpu=shares_gpu)
     expected = {"NCCL_CUMEM_ENABLE": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "4"}
     if not given.keys() & set(allocator):
-        expected["PYTORCH_ALLOC_CONF"] = "pinned_max_round_threshold_mb:1024"
+        segments = "" if shares_gpu else ",expandable_segments:True"
+        expected["PYTORCH_ALLOC_CONF"] = f"pinned_max_round_threshold_mb:1024{segments}"
     assert {name: os.environ[name] for name in names if name in os.environ} == expected | given
