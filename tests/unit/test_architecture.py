@@ -52,6 +52,7 @@ ONLY_IN = {
         "async_rl/engines/sglang/abortable_groups.py",
         "async_rl/engines/sglang/aborted_rows.py",
         "async_rl/engines/sglang/cpu_launcher.py",
+        "async_rl/engines/sglang/hidden_keys.py",
         "async_rl/engines/sglang/memory_gate.py",
         "async_rl/engines/sglang/narrow_launcher.py",
     ),

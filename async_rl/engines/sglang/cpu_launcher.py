@@ -84,7 +84,7 @@ from sglang.srt.lora.backend import torch_backend as lora_backend  # noqa: E402
 from sglang.srt.mem_cache.pool_host import common as host_pool  # noqa: E402
 from sglang.srt.models.deepseek_common import attention_backend_handler as mla  # noqa: E402
 
-from async_rl.engines.sglang import memory_gate  # noqa: E402
+from async_rl.engines.sglang import hidden_keys, memory_gate  # noqa: E402
 from async_rl.engines.sglang.abortable_groups import make_groups_abortable  # noqa: E402
 from async_rl.engines.sglang.aborted_rows import omit_aborted_rows  # noqa: E402
 
@@ -200,16 +200,6 @@ omit_aborted_rows()
 make_groups_abortable()
 
 
-def _without_keys(information: Any) -> Any:
-    """Remove the keys from the reply of /server_info, which would give the admin key to API clients."""
-    if isinstance(information, dict):
-        secret = ("api_key", "admin_api_key", "launch_command")
-        return {name: _without_keys(value) for name, value in information.items() if name not in secret}
-    if isinstance(information, list | tuple):
-        return [_without_keys(value) for value in information]
-    return information
-
-
 def main(arguments: list[str]) -> None:
     """Run the server with these arguments until it is ended."""
     # SGLang asks for "spawn", because a CUDA context does not survive a fork. Here there is no CUDA context,
@@ -226,13 +216,12 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    plain = http_server.msgspec_to_builtins
-    http_server.msgspec_to_builtins = lambda information: _without_keys(plain(information))
     if "--skip-server-warmup" in arguments:
         # Without a warm-up it asks before the server listens: it has no effect but a traceback in the log.
         http_server._freeze_gc_after_server_warmup = lambda _: None
     try:
         given = prepare_server_args(arguments)
+        hidden_keys.install(given)
         memory_gate.install(given)
         run_server(given)
     finally:

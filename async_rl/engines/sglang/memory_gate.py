@@ -23,17 +23,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any, Final
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from async_rl.engines.sglang import hidden_keys
+from async_rl.engines.sglang.hidden_keys import App, Message, Receive, Scope, Send
 
 RETRY_AFTER_S: Final = 5
 """What a refused client is asked to wait. Clients of this project ask the driver instead."""
@@ -280,18 +275,7 @@ async def _answer(send: Send, status: int, message: str) -> None:
 
 def main(arguments: list[str]) -> None:
     """Run the server with these arguments until it is ended."""
-    from sglang.launch_server import run_server
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
-
-    load_plugins()
-    try:
-        given = prepare_server_args(arguments)
-        install(given)
-        run_server(given)
-    finally:
-        kill_process_tree(os.getpid(), include_parent=False)
+    hidden_keys.serve(arguments, install)
 
 
 if __name__ == "__main__":

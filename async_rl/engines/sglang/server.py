@@ -1,7 +1,7 @@
 """Starts one SGLang server or one node's part of it, watches it, and ends it with all processes it started.
 
-On a GPU it runs `python -m sglang.launch_server`, or `memory_gate.py` where the trainer shares the device; on
-a CPU `cpu_launcher.py`; on both `narrow_launcher.py` if routing is sent as narrow ids. All run under
+On a GPU it runs `hidden_keys.py`, or `memory_gate.py` where the trainer shares the device; on a CPU
+`cpu_launcher.py`; on both `narrow_launcher.py` if routing is sent as narrow ids. All run under
 `guard.py`, so that no server outlives the process that started it; where the guard is killed alone, its group
 is ended here. The class does not depend on Ray: it works in the driver, in a Ray actor and in a test.
 """
@@ -192,8 +192,12 @@ class SGLangServer:
         config, engine = self._config, self._engine
         # -P keeps the launcher's own folder, and the current one, off the import path.
         cpu = self._device == "cpu"
-        module = "async_rl.engines.sglang.memory_gate" if config.placement.shared else "sglang.launch_server"
-        launcher = ["-P", str(_HERE / "cpu_launcher.py")] if cpu else ["-P", "-m", module]
+        module = "memory_gate" if config.placement.shared else "hidden_keys"
+        launcher = (
+            ["-P", str(_HERE / "cpu_launcher.py")]
+            if cpu
+            else ["-P", "-m", f"async_rl.engines.sglang.{module}"]
+        )
         if self._narrow:
             facts = load_facts(config.model.path)
             layers = ",".join(map(str, facts.moe_layers))
