@@ -182,7 +182,7 @@ class SharedDevices(Devices):
         """Implements `Devices.hand_to_engines`."""
         self.phases.enter_phase("to engines")
         begin = self._clock()
-        await sync.publish_version(version)
+        num_bytes = await sync.publish_version(version)
         published = self._clock()
         sent = Sent()
         if not sync.has_files:
@@ -204,14 +204,15 @@ class SharedDevices(Devices):
             "gather": sent.gather_s,
             "load": received - published - sent.gather_s + now - offloaded,
         }
-        return SyncReport(
+        report = SyncReport(
             weight_version=version,
             parts={name: seconds for name, seconds in parts.items() if seconds},
-            num_bytes=sent.num_bytes,
+            num_bytes=num_bytes + sent.num_bytes,
             pause_s=published - stopped_s,
             total_s=now - begin,
             handover_s=now - begin,
         )
+        return sync.observe_update(report) if self._pool.engines(EngineState.SERVING) else report
 
     async def _offload(self, trainer: Trainer, *, keep_weights: bool = False) -> None:
         with waiting("hand-over", "its memory to the host"):

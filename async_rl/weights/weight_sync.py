@@ -179,14 +179,15 @@ class WeightSync:
         """Whether there are files of the current version, which engines load; else it is sent to them."""
         return self._publisher.has_files(self._publisher.current_version)
 
-    async def publish_version(self, version: int) -> None:
-        """Make a version the current one, and publish its files unless it is to be sent."""
+    async def publish_version(self, version: int) -> int:
+        """Make a version the current one; publish its files unless it is sent, and return their bytes."""
         async with self._lock:
             if self._sender is None:
                 await self._publisher.ensure_files(version)
             await self._verifier.expect_version(version)
             self._publisher.current_version = version
             await self._publisher.remove_old_files()
+            return await self._publisher.count_bytes(version)
 
     async def send_current_version(
         self, engines: Collection[Engine], receiving: Callable[[Engine], AbstractAsyncContextManager[None]]
@@ -282,6 +283,13 @@ class WeightSync:
             publish_s, total_s = published - begin, self._clock() - begin
             return self._report(version, costs, num_bytes, publish_s=publish_s, total_s=total_s)
 
+    def observe_update(self, report: SyncReport) -> SyncReport:
+        """Observe an update that an engine has taken, and return its report."""
+        for name, seconds in {**report.parts, "total": report.total_s}.items():
+            self._metrics.weight_sync_seconds.labels(name).observe(seconds)
+        self._metrics.weight_sync_bytes_total.inc(report.num_bytes)
+        return report
+
     async def catch_up_engine(self, engine_id: str) -> None:
         """Bring an engine that has (re)joined to the current version, or to the next one, and let it serve.
 
@@ -322,23 +330,20 @@ class WeightSync:
     def _report(
         self, version: int, costs: Sequence[UpdateCost], num_bytes: int, *, publish_s: float, total_s: float
     ) -> SyncReport:
-        parts = {"publish": publish_s}
-        pause_s = max((each.pause_s for cost in costs for each in cost.engines), default=0.0)
-        if any(cost.engines for cost in costs):
-            slowest = max(costs, key=lambda cost: sum(cost.parts.values()))
-            parts |= slowest.parts
-            parts = {name: seconds for name, seconds in parts.items() if seconds}
-            for name, seconds in {**parts, "total": total_s}.items():
-                self._metrics.weight_sync_seconds.labels(name).observe(seconds)
-            self._metrics.weight_sync_bytes_total.inc(num_bytes)
-            self._metrics.engine_pause_seconds.observe(pause_s)
-        else:
-            log.warning("weight version %d: no engine serves it yet", version)
-        return SyncReport(
+        served = [cost for cost in costs if cost.engines]
+        slowest = max((cost.parts for cost in served), key=lambda parts: sum(parts.values()), default={})
+        parts = {"publish": publish_s} | slowest
+        pause_s = max((each.pause_s for cost in served for each in cost.engines), default=0.0)
+        report = SyncReport(
             weight_version=version,
-            parts=parts,
+            parts={name: seconds for name, seconds in parts.items() if seconds},
             num_bytes=num_bytes,
             pause_s=pause_s,
             total_s=total_s,
             handover_s=total_s,
         )
+        if not served:
+            log.warning("weight version %d: no engine serves it yet", version)
+            return report
+        self._metrics.engine_pause_seconds.observe(pause_s)
+        return self.observe_update(report)

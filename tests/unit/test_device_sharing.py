@@ -34,8 +34,8 @@ class Log(list[str]):
 class World(Bench):
     """Engines, a trainer and their shared devices."""
 
-    def __init__(self, folder: Path, engines: int = 2) -> None:
-        super().__init__(folder, engines=engines, transport="tensor", interrupt="abort", shared=True)
+    def __init__(self, folder: Path, engines: int = 2, transport: str = "tensor") -> None:
+        super().__init__(folder, engines=engines, transport=transport, interrupt="abort", shared=True)
         self.log: list[str] = []
         for engine in self.engines:
             engine.log = Log(engine.engine_id, self.log)
@@ -66,9 +66,8 @@ class World(Bench):
 
     async def begin(self) -> None:
         """Let engines serve version 0, which has files."""
-        sender = self.sync._sender
-        assert sender is not None
-        sender._trainer = self.logged  # type: ignore[attr-defined]
+        if (sender := self.sync._sender) is not None:
+            sender._trainer = self.logged  # type: ignore[attr-defined]
         await self.devices.clear_devices()
         await self.devices.start_engines(self.sync, self.logged, 0, Path("/model"))
         self.log.clear()
@@ -88,8 +87,8 @@ class World(Bench):
         return snapshot.state
 
 
-async def started(folder: Path, engines: int = 2) -> World:
-    world = World(folder, engines)
+async def started(folder: Path, engines: int = 2, **changes: str) -> World:
+    world = World(folder, engines, **changes)
     await world.begin()
     return world
 
@@ -121,6 +120,26 @@ async def test_nothing_is_written_after_the_version_that_training_starts_from(tm
     assert not [name for name, _ in world.trainer.calls if name == "publish"]
     report = await hand_over(world, 3)
     assert (report.num_bytes, report.parts) == (16, {})
+
+
+@pytest.mark.parametrize(("transport", "num_bytes"), [("tensor", 16), ("disk", 5)])
+async def test_updates_are_observed_when_an_engine_has_taken_them(tmp_path, transport, num_bytes):
+    world = await started(tmp_path, transport=transport)
+    value = world.metrics.registry.get_sample_value
+
+    def updates() -> float:
+        return value("async_rl_weight_sync_seconds_count", {"phase": "total"}) or 0.0
+
+    before = updates()
+    if transport == "disk":
+        (tmp_path / "version_1").mkdir()
+        (tmp_path / "version_1" / "w").write_bytes(b"12345")
+    assert (await hand_over(world, 1)).num_bytes == num_bytes
+    assert (updates() - before, value("async_rl_weight_sync_bytes_total")) == (1, num_bytes)
+    for engine in world.engines:
+        world.pool.quarantine_engine(engine.engine_id, EngineError("it broke"))
+    await hand_over(world, 2)
+    assert updates() - before == 1
 
 
 async def hand_over(world: World, version: int) -> Any:
