@@ -982,9 +982,7 @@ class TrainerWorker:
 
     def _checked_owners(self) -> WeightOwners:
         """Return what engines receive, and from whom; rank 0 compares it with their model."""
-        bridge, model, weights = self.model.bridge, self.config.model, self.config.weights
-        if weights.transport == "distributed" and not weights.overlap:  # else rank 0 sends
-            bridge.num_senders = weights.senders
+        bridge, model = self.model.bridge, self.config.model
         owners = bridge.owners(self.model.chunks)
         if self._rank == 0:
             check_exported(owners.specs, served_specs(Path(model.path)), bridge.hf_config, model.dtype)

@@ -91,14 +91,15 @@ def plan(
     updates = [f"pause of an update {workload.sync_s:.3g} s"]
     if is_computed:
         updates = [] if num_bytes else [f"{updates[0]}, as model.path does not say the model's size"]
-    plans, loads, sentences = [], [], []
+    workloads, plans, loads, sentences = [], [], [], []
     for number in engines or (base,):
         if num_bytes:
             update = estimate_update(config, workload, num_bytes, number, gpus_of_a_node(config))
-            update = update._replace(publish_s=figures.get("publish_s", update.publish_s))
-            workload = replace(workload, sync_s=update.pause_s, publish_s=update.publish_s)
-            updates.append(str(update))
+            publish_s = figures.get("publish_s", update.publish_s)
+            workload = replace(workload, sync_s=update.pause_s, publish_s=publish_s)
+            updates.append(str(update._replace(publish_s=0.0) if "publish_s" in figures else update))
         job, work = with_engines(config, workload, number, grow=grow)
+        workloads.append(work)
         if "coarsen" not in simulation:
             how = replace(how, coarsen=coarsening(job))
         title = f"simulating {number:,} engine{'s' * (number != 1)}"
@@ -113,10 +114,10 @@ def plan(
         sentences.append(sentence + queue_remark(plans[-1], job, nodes) + workers_remark(loads[-1]))
     if as_json:
         rows = [
-            msgspec.to_builtins(p) | {"processes": msgspec.to_builtins(q), "bottleneck": s}
-            for p, q, s in zip(plans, loads, sentences, strict=True)
+            msgspec.to_builtins(p) | msgspec.to_builtins({"workload": w, "processes": q, "bottleneck": s})
+            for p, w, q, s in zip(plans, workloads, loads, sentences, strict=True)
         ]
-        print_text(json.dumps({"workload": msgspec.to_builtins(workload), "plans": rows}, indent=1))
+        print_text(json.dumps({"plans": rows}, indent=1))
     else:
         _show(TextConsole(), _assumptions(workload, updates), plans, loads, sentences, remark)
     return 0

@@ -4,7 +4,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ from tests.support.trainers import (
     weights,
 )
 from trainer import worker as worker_module
-from trainer.megatron import architectures, cpu, layout, model, process_groups
+from trainer.megatron import architectures, bridge, cpu, layout, model, process_groups
 from trainer.megatron.bridge import HFBridge
 from trainer.worker import TrainerWorker
 
@@ -100,18 +99,19 @@ def test_the_parallel_groups_have_the_sizes_of_the_layout(one_layer, monkeypatch
     assert sizes["expert_tensor_parallel_size"] == 3
 
 
-def test_as_many_ranks_send_as_the_config_says(one_layer):
-    def owners(chunks: list[Any]) -> None:
+def test_as_many_ranks_send_as_the_config_says(one_layer, monkeypatch):
+    seen: list[int | None] = []
+
+    def exchange(held: Any, stage: int, num_senders: int | None) -> None:
+        seen.append(num_senders)
         raise SetupEnded
 
+    monkeypatch.setattr(bridge, "exchange_owners", exchange)
     for senders in (None, 3):
-        weights = {"transport": "distributed", "senders": senders}
-        worker = TrainerWorker(trainer_config(one_layer) | {"weights": weights}, 0, 1, "")
-        bridge = SimpleNamespace(num_senders=1, owners=owners)
-        worker._model = SimpleNamespace(bridge=bridge, chunks=[])
-        with pytest.raises(SetupEnded):
-            worker._checked_owners()
-        assert bridge.num_senders == senders
+        sent = {"weights": {"transport": "distributed", "senders": senders}}
+        with pytest.raises(SetupEnded), started(trainer_config(one_layer) | sent) as worker:
+            worker.weights.owners()
+    assert seen == [None, 3]
 
 
 def test_a_snapshot_is_kept_where_the_config_says(one_layer, monkeypatch):

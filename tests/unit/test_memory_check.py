@@ -147,6 +147,26 @@ def test_both_sides_have_weights_in_a_hand_over_by_handles(config: Path, check: 
     assert change_in(out) == ["weights.transport=disk"]
 
 
+@pytest.mark.parametrize(("senders", "sending"), [("1", [0]), ("2", [0, 4]), ("null", [0, 1, 4])])
+def test_each_sender_has_two_buckets_on_its_device(config: Path, senders: str, sending: list[int]) -> None:
+    """Of two stages of four ranks. Which ranks are the first on their hosts is not known before a run."""
+    words = ["weights.transport=distributed", f"weights.senders={senders}", "trainer.layout={pp: 2, ep: 4}"]
+    ranks = trainer.estimate_memory(load_config(config, words), cuda=True).ranks
+    bucket = 2 * 151936 * 2048
+    found = {rank.first: rank.moments.get("weight update", {}).get("buckets") for rank in ranks}
+    assert found == {first: 2 * bucket if first in sending else None for first in (0, 1, 4)}
+
+
+def test_a_copy_on_the_host_takes_no_device(config: Path) -> None:
+    words = ["weights.transport=distributed", "weights.overlap=true"]
+    for place, is_there in (("host", False), ("device", True)):
+        rank, *_ = trainer.estimate_memory(
+            load_config(config, [*words, f"weights.snapshot={place}"]), cuda=True
+        ).ranks
+        assert ("snapshot" in rank.moments["weight update"]) is is_there
+        assert ("snapshot" in rank.host) is not is_there
+
+
 def test_a_30b_model_on_eight_gpus_of_80_gb_is_refused_with_a_change_that_fits(
     config: Path, check: Check, capsys: pytest.CaptureFixture[str]
 ) -> None:

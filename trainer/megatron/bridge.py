@@ -92,12 +92,15 @@ class HFBridge:
     `mbridge` is mbridge's own bridge of the model.
     """
 
-    def __init__(self, path: str, dtype: torch.dtype, **transformer_config: Any) -> None:
+    def __init__(
+        self, path: str, dtype: torch.dtype, *, num_senders: int | None = 1, **transformer_config: Any
+    ) -> None:
         """Read config.json and build the Megatron config for the current parallel state.
 
         Args:
             path: Folder of the Hugging Face model.
             dtype: Type of the parameters.
+            num_senders: How many ranks send weights to engines; None for one on each host.
             transformer_config: Fields of Megatron's `TransformerConfig` to set.
 
         Raises:
@@ -105,8 +108,7 @@ class HFBridge:
         """
         self.path = Path(path)
         self.shard_bytes = SHARD_BYTES
-        self.num_senders: int | None = 1
-        """How many ranks send weights to engines; None for one on each host."""
+        self._num_senders = num_senders
         self._owners: WeightOwners | None = None
         self._sender_group: dist.ProcessGroup | None = None
         """The ranks that have the same sender as this one; None stands for all, as in torch."""
@@ -162,7 +164,7 @@ class HFBridge:
         if self._owners is None:
             held = [spec_of(name, tensor) for name, tensor in self._export_held(models)]
             stage = parallel_state.get_pipeline_model_parallel_rank()
-            self._owners = exchange_owners(held, stage, self.num_senders)
+            self._owners = exchange_owners(held, stage, self._num_senders)
             sender_of = self._owners.sender_of
             for sender in sorted(set(sender_of)) if len(set(sender_of)) > 1 else ():
                 group = dist.new_group([rank for rank, its in enumerate(sender_of) if its == sender])

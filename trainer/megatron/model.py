@@ -99,7 +99,13 @@ class MegatronModel:
         self.lora = None if is_critic else trainer.lora
         passed, fused = trainer.megatron, fuses_layers(dtype)
         fields = transformer_config(trainer.layout, trainer.recompute, replays, fused=fused)
-        self.bridge = HFBridge(config.model.path, dtype, **fields | fields_of(TransformerConfig, passed))
+        sent = config.weights
+        self.bridge = HFBridge(
+            config.model.path,
+            dtype,
+            num_senders=sent.senders if sent.transport == "distributed" and not sent.overlap else 1,
+            **fields | fields_of(TransformerConfig, passed),
+        )
         self.config = self.bridge.config
         dimensions = dimensions_of(read_config(config.model.path))
         check_layout(trainer.layout, dimensions)

@@ -54,6 +54,8 @@ def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
             ranks.append(_first_rank(config, model, sent, moments, host, cuda=cuda))
             first += 1
         if first <= last:
+            if _may_send(config, first, last, cuda=cuda):
+                moments = moments | _weight_update(config, model, moments, whole)
             ranks.append(RankMemory(first=first, last=last, moments=moments, host=host))
     tp = config.engine.tp_size if isinstance(config.engine, SGLangEngines) else 1
     return TrainerMemory(ranks=ranks, model_bytes=whole, adapter_bytes=_served_adapter(config, model, tp=tp))
@@ -294,17 +296,35 @@ def _first_rank(
 ) -> RankMemory:
     """Return rank 0, which also sends weights to the engines."""
     weights = config.weights
+    if weights.transport == "distributed":
+        moments = moments | _weight_update(config, model, moments, whole)
     snapshot = {"snapshot": whole} if weights.overlap else {}
     if weights.overlap and weights.snapshot == "device":
         moments = {name: parts | snapshot for name, parts in moments.items()}
     else:
         host = host | snapshot
-    bucket = min(whole, _bucket_bytes(config, model))
     if weights.transport == "tensor" and not (cuda and config.placement.shared):
-        host = host | {"buckets": 2 * bucket}
-    if weights.transport == "distributed":
-        gathered = {"gathered": 2 * model.vocabulary * model.hidden * element_bytes(config)}
-        lasting = ("weights", "gradients", "optimizer", "critic")
-        steady = {name: size for name, size in moments["a layer"].items() if name in lasting}
-        moments = moments | {"weight update": steady | snapshot | gathered | {"buckets": 2 * bucket}}
+        host = host | {"buckets": 2 * min(whole, _bucket_bytes(config, model))}
     return RankMemory(first=0, last=0, moments=moments, host=host)
+
+
+def _may_send(config: Config, first: int, last: int, *, cuda: bool) -> bool:
+    """Return whether one of some ranks may be a sender, as `assign_senders` chooses them; rank 0 is one."""
+    weights, num_ranks = config.weights, config.trainer.num_ranks
+    if weights.transport != "distributed" or weights.overlap:
+        return False
+    if weights.senders is None:  # each may be the first one on its host
+        return cuda
+    parts = [rank * weights.senders // num_ranks for rank in range(first - 1, last + 1)]
+    return parts[0] != parts[-1]
+
+
+def _weight_update(
+    config: Config, model: Dimensions, moments: dict[str, dict[str, int]], whole: int
+) -> dict[str, dict[str, int]]:
+    """Return what a sender has on its device while it broadcasts weights."""
+    gathered = 2 * model.vocabulary * model.hidden * element_bytes(config)
+    lasting = ("weights", "gradients", "optimizer", "critic")
+    steady = {name: size for name, size in moments["a layer"].items() if name in lasting}
+    buckets = 2 * min(whole, _bucket_bytes(config, model))
+    return {"weight update": steady | {"gathered": gathered, "buckets": buckets}}
