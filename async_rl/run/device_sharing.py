@@ -18,10 +18,10 @@ An engine that fails anywhere in this is quarantined and its process ended, beca
 the trainer is about to take. `repair` restarts it in the engines' phase. A trainer that fails is restarted
 while the engines hold nothing, in whichever phase it failed.
 
-Versions go by handles with `weights.transport: tensor`, except the one that training starts from, which has
-files. An engine that is restarted when the current version has none joins until the next hand-over. If no
-other engine serves, there would be no batch for one: the engines are starved, and the train loop hands the
-devices to the trainer and back at once.
+Versions go by handles with `weights.transport: tensor`, except those that have files: version 0, and with
+`weights.verify: checksum` the one that a run resumes from. An engine that is restarted when the current
+version has none joins until the next hand-over. If no other engine serves, there would be no batch for one:
+the engines are starved, and the train loop hands the devices to the trainer and back at once.
 """
 
 from __future__ import annotations

@@ -97,9 +97,41 @@ class EngineCatchUp:
                 self._pool.quarantine_engine(engine.engine_id, error)
 
         async with Nursery() as nursery:
-            for engine in self._pool.engines(EngineState.JOINING):
-                if not self._pool.needs_repair(engine.engine_id):
-                    nursery.start_task(f"catch up {engine.engine_id}", catch_up(engine))
+            for engine in self._joined_engines():
+                nursery.start_task(f"catch up {engine.engine_id}", catch_up(engine))
+
+    async def send_to_joining_engines(self) -> None:
+        """Send the current version, which has no files, to all engines that have joined.
+
+        Raises:
+            EngineError: As `catch_up_joining_engines`.
+        """
+
+        async def resume(engine: Engine) -> None:
+            try:
+                async with self._bounded(engine):
+                    await engine.resume_generation(self._config.interrupt)
+            except EngineError as error:
+                self._pool.quarantine_engine(engine.engine_id, error)
+
+        if self._trainer_restarted:  # the update before this one may have been cut short
+            async with Nursery() as nursery:
+                for engine in self._joined_engines():
+                    nursery.start_task(f"resume {engine.engine_id}", resume(engine))
+        engines = self._joined_engines()
+        ids = {engine.engine_id for engine in engines}
+        self._updater.joining |= ids
+        try:
+            for wave in [[each] for each in engines] if self._config.rolling else [engines]:
+                await self._updater.update_wave(wave, self._publisher.current_version)
+        finally:
+            self._updater.joining -= ids
+        for engine_id in () if self._trainer_restarted else ids:
+            await self._has_taken(engine_id)
+
+    def _joined_engines(self) -> list[Engine]:
+        joining = self._pool.engines(EngineState.JOINING)
+        return [engine for engine in joining if not self._pool.needs_repair(engine.engine_id)]
 
     async def catch_up_engine(self, engine_id: str, *, at_once: bool = False) -> None:
         """Bring an engine that has (re)joined to the current version, or to the next one, and let it serve.

@@ -102,6 +102,8 @@ class WeightSync:
         """
         self._started = asyncio.Event()
         self._trainer_restarted = generation > 0
+        self._calibrates = weights.verify == "checksum" and not self._trainer_restarted
+        """Whether a load from files has to tell which sums of trainer and engines can be compared."""
         self._verifier = VersionVerifier(
             weights, pool=pool, trainer=trainer, metrics=metrics, adapters=adapters, comparison=comparison
         )
@@ -150,8 +152,8 @@ class WeightSync:
 
         Args:
             version: The trainer's version.
-            initial_path: Files that hold it already (the model itself, at version 0), or None to publish.
-                They hold no adapter, so one is published in any case.
+            initial_path: Files that hold it already (the model itself, at version 0), or None to send or
+                publish it. They hold no adapter, so one is published in any case.
             update_engines: Whether to bring the engines to it; else `catch_up.load_current_version` does.
         """
         async with self._lock:
@@ -161,15 +163,17 @@ class WeightSync:
                 await self._take_snapshot(version)
             if initial_path is not None and not self._publisher.adapters:
                 self._publisher.adopt_files(version, initial_path)
-            else:
+            elif self._sender is None or self._calibrates:
                 await self._publisher.publish_files(version)
             if self._sender is not None:
                 await self._sender.plan_buckets()
             await self._verifier.expect_version(version)
-            if update_engines:
+            if update_engines and self.has_files:
                 await self.catch_up.catch_up_joining_engines()
                 if self._sender is not None:
                     await self._connect_at_start(self._sender)
+            elif update_engines:
+                await self.catch_up.send_to_joining_engines()
         self._started.set()
 
     # -- engines that share their devices with the trainer: `device_sharing` decides when -------------------

@@ -122,6 +122,16 @@ async def test_nothing_is_written_after_the_version_that_training_starts_from(tm
     assert (report.num_bytes, report.parts) == (16, {})
 
 
+async def test_a_checkpoints_weights_are_handed_over_without_files_when_training_starts_from_it(tmp_path):
+    world = await started(tmp_path)
+    await world.devices.hand_to_trainer(world.logged)
+    world.log.clear()
+    await world.devices.start_engines(world.sync, world.logged, 3, None)
+    assert world.serving() == {"engine-0": 3, "engine-1": 3}
+    assert not [each for each in world.log if "publish" in each]
+    assert [len(engine.buckets) for engine in world.engines] == [2, 2]
+
+
 @pytest.mark.parametrize(("transport", "num_bytes"), [("tensor", 16), ("disk", 5)])
 async def test_updates_are_observed_when_an_engine_has_taken_them(tmp_path, transport, num_bytes):
     world = await started(tmp_path, transport=transport)

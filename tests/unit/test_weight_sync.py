@@ -541,6 +541,46 @@ async def test_an_engine_at_version_0_loads_it_if_it_may_have_been_sent_a_part_o
     assert ("update flush" in bench.engines[0].log) == loads
 
 
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("transport", ["distributed", "tensor"])
+async def test_a_checkpoints_weights_are_sent_without_files_when_training_starts_from_it(
+    tmp_path, transport, rolling
+):
+    bench = Bench(tmp_path, transport=transport, rolling=rolling)
+    await bench.sync.start_from_version(3, None)
+    assert bench.serving() == {"engine-0": 3, "engine-1": 3}
+    assert [engine.weight_version for engine in bench.engines] == [3, 3]
+    opened = [name for name, _ in bench.trainer.calls].count("open_weight_group")
+    await bench.sync.update_engines(4)
+    assert bench.serving() == {"engine-0": 4, "engine-1": 4}
+    calls = [name for name, _ in bench.trainer.calls]
+    assert (calls.count("publish"), calls.count("open_weight_group")) == (0, opened)
+
+
+async def test_an_engine_that_does_not_take_a_checkpoints_weights_ends_the_first_start_only(tmp_path):
+    for generation in (0, 1):
+        bench = Bench(tmp_path, transport="distributed", generation=generation)
+        bench.engines[0].fail_in, bench.engines[0].error = "update flush", EngineError("it broke")
+        if not generation:
+            with pytest.raises(EngineError, match="it broke"):
+                await bench.sync.start_from_version(3, None)
+            continue
+        await bench.sync.start_from_version(3, None)
+        assert bench.serving() == {"engine-1": 3}
+        assert "it broke" in str(bench.pool.error_of("engine-0"))
+        # The trainer before it may have left them paused.
+        assert [engine.log[0] for engine in bench.engines] == ["resume"] * 2
+
+
+async def test_files_tell_which_sums_can_be_compared_when_a_run_begins_with_a_checkpoint(tmp_path):
+    for generation, published in ((0, 1), (1, 0)):
+        bench = Bench(tmp_path, transport="tensor", verify="checksum", generation=generation)
+        bench.trainer.checksum_seed = 3
+        await bench.sync.start_from_version(3, None)
+        assert bench.serving() == {"engine-0": 3, "engine-1": 3}
+        assert sum(name == "publish" for name, _ in bench.trainer.calls) == published
+
+
 async def test_engines_that_outlive_a_run_join_groups_of_the_next_one(tmp_path):
     killed = Bench(tmp_path, transport="distributed")
     await killed.start()
