@@ -35,7 +35,7 @@ find_python() {
 }
 
 # What a finished environment was made from. The folder counts because an environment cannot be moved.
-fingerprint() { { pwd; "$1" -c 'import sys; print(sys.version)'; cat requirements/{cpu-nodeps,cpu,dev,torch,torch-cuda}.txt; } 2>/dev/null | sha256sum; }
+fingerprint() { { pwd; "$1" -c 'import sys; print(sys.version)'; cat requirements/{cpu-nodeps,cpu,dev,sources,torch,torch-cuda}.txt; } 2>/dev/null | sha256sum; }
 
 is_current() { [[ -f $1 && $(<"$1") == "$2" ]]; }
 
@@ -75,10 +75,11 @@ if [[ ! -x $venv/bin/python ]] || ! is_current "$venv/requirements.stamp" "$(fin
     ${index[@]+"${index[@]}"} 2>>"$log" || true)
   build=torch-cuda.txt
   [[ $taken != *"Would install torch-"*+cpu* ]] || build=torch.txt
-  install "torch (1 of 4)" $pinned -r "requirements/$build" ${index[@]+"${index[@]}"}
-  install "SGLang and Megatron-Core (2 of 4)" $pinned -r requirements/cpu-nodeps.txt
-  install "what they need at run time (3 of 4)" $pinned -r requirements/cpu.txt
-  install "tests and checks (4 of 4)" $pinned -r requirements/dev.txt
+  install "torch (1 of 5)" $pinned -r "requirements/$build" ${index[@]+"${index[@]}"}
+  install "SGLang and Megatron-Core (2 of 5)" $pinned -r requirements/cpu-nodeps.txt
+  install "what they need at run time (3 of 5)" $pinned -r requirements/cpu.txt
+  install "tests and checks (4 of 5)" $pinned -r requirements/dev.txt
+  install "sources that tests read (5 of 5)" $pinned --target "$venv/sources" -r requirements/sources.txt
   fingerprint "$venv/bin/python" >"$venv/requirements.stamp"
 fi
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from tests.support.tiny_model import (
 )
 from tests.support.train_batches import random_batch
 from tests.support.trainers import differing, gradients, started, trainer_config, weights
-from trainer.megatron import activation_offload, shards
+from trainer.megatron import activation_offload, model, shards
+from trainer.megatron.sliced_adam import step_in_slices
 from trainer.worker import TrainerWorker
 
 pytestmark = [
@@ -173,6 +175,28 @@ def test_moments_of_bfloat16_move_weights_by_their_rounding_only(one_layer: Path
             for of, other in ((weights(worker), wanted), (wanted, before))
         )
         assert 0 < apart < (0.02**2) * moved
+
+
+def test_steps_and_checkpoints_are_the_same_when_the_optimizer_goes_in_slices(
+    one_layer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for most in (1 << 26, 1000):
+        monkeypatch.setattr(model, "step_in_slices", partial(step_in_slices, most=most))
+        with training(one_layer, MOMENTS) as worker:
+            take_steps(worker, 1, 2)
+            with PeakBytes() as step:
+                worker.model.take_optimizer_step(1e-2)
+            (inner,) = worker.model.inner_optimizers
+            elements = sum(param.numel() for group in inner.param_groups for param in group["params"])
+            # Two copies in float32 and one in bfloat16, what the kernel in torch computes, and a few scalars.
+            assert (step.peak > 8 * elements) == (most > elements)
+            found.append((weights(worker), saved_parts(worker), shards.optimizer_step(worker.model)))
+    (whole, parts, count), (sliced, parts_sliced, count_sliced) = found
+    assert count == count_sliced == 3
+    assert list(parts) == list(parts_sliced)
+    assert not differing(sliced, whole)
+    assert not differing(parts_sliced, parts)
 
 
 def test_the_device_holds_one_set_of_weights_while_the_reference_is_in_place(one_layer: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).parents[2] / "requirements"
-LISTS = tuple(REQUIREMENTS / f"{name}.txt" for name in ("cpu-nodeps", "cpu", "dev", "torch-cuda"))
+LISTS = tuple(REQUIREMENTS / f"{name}.txt" for name in ("cpu-nodeps", "cpu", "dev", "sources", "torch-cuda"))
 """All that is pinned; torch.txt has another build of what torch-cuda.txt has."""
 
 SERVICE = "https://api.osv.dev/v1/query"

@@ -225,6 +225,24 @@ MOMENTS = (
 OFFLOADED = (MOMENTS[0], "trainer.megatron.optimizer_cpu_offload=true")
 
 
+def test_a_step_of_the_optimizer_takes_copies_of_one_slice_of_smaller_moments(config: Path) -> None:
+    def step(*overrides: str) -> dict[str, int]:
+        estimate = trainer.estimate_memory(load_config(config, overrides), cuda=True)
+        return estimate.ranks[0].moments.get("optimizer step", {})
+
+    assert step() == step(*OFFLOADED) == {}
+    # TransformerEngine's own step would copy all: 8 bytes for each of 0.5 billion elements of a rank.
+    ranks, of_slice = "trainer.num_ranks=64", 1 << 26
+    assert tuple(step(*MOMENTS, ranks)) == ("weights", "gradients", "optimizer", "copies")
+    assert step(*MOMENTS, ranks)["copies"] == of_slice * (4 + 4 + 2)
+    assert step(*MOMENTS[:2], ranks)["copies"] == of_slice * (4 + 2)
+    # The first step copies a parameter, at most the embedding as far as it is in a rank's part of all that
+    # ranks share.
+    dense = PARAMETERS - 48 * 128 * 3 * 2048 * 768
+    assert step(MOMENTS[0], ranks)["copies"] == dense // 64 * (2 + 4)
+    assert step(*MOMENTS)["copies"] == dense // 8 * (2 + 4) < 151936 * 2048 * (2 + 4)
+
+
 def test_smaller_moments_and_an_optimizer_on_the_host_are_estimated(config: Path) -> None:
     plain = rank_of(config).parts["optimizer"]  # 12 bytes an element
     assert rank_of(config, *MOMENTS).parts["optimizer"] == pytest.approx(plain * 8 / 12)

@@ -54,6 +54,7 @@ from trainer.megatron.layout import accumulate_in_place, fields_of, transformer_
 from trainer.megatron.lora import adapters, attach_adapters, sum_expert_gradients
 from trainer.megatron.packing import Packing, sequence_cost
 from trainer.megatron.replay import ReplayRows, RouterReplayAdapter, local_rows
+from trainer.megatron.sliced_adam import step_in_slices
 from trainer.memory.dimensions import dimensions_of
 from trainer.passthrough import row_multiple
 from trainer.validate import check_layout
@@ -191,6 +192,8 @@ class MegatronModel:
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
             if self.device.type == "cpu":  # one kernel a parameter instead of a dozen
                 group["fused"], group["foreach"] = True, False
+        for inner in _torch_optimizers(optimizer):
+            step_in_slices(inner)
         return optimizer
 
     def close(self) -> None:

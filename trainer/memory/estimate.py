@@ -26,6 +26,10 @@ from trainer.passthrough import row_multiple, situation_of
 _HANDED_BUCKETS: Final = 3
 """Buckets on a GPU that a rank shares with an engine's (`WeightExport.allocate_buffers`)."""
 
+STEPPED_AT_ONCE: Final = 1 << 26
+"""Elements whose moments the optimizer has copies of at a time (`trainer.megatron.sliced_adam`): 0.7 GB at
+most, and enough work for a GPU that launching it does not count."""
+
 
 def estimate_memory(config: Config, *, cuda: bool) -> TrainerMemory:
     """Estimates the tensors of every rank of the trainer, in the order of ranks.
@@ -151,6 +155,8 @@ def _moments(config: Config, model: Dimensions, stage: int, *, cuda: bool) -> di
         sizes = itertools.chain(*parameters_of(model, layout, stage))
         merged = {"merged": max(size for size in sizes if size != vocabulary) * (8 + e)}
         found["export"] = found.get("export", steady) | merged
+    if copied := _step_copies(config, model, stage):
+        found["optimizer step"] = steady | {"copies": copied}
     if config.placement.shared and config.weights.transport == "tensor":
         # Everything else has left the device, and an engine has its weights there (`SharedDevices`).
         gathered = {"gathered": 2 * model.vocabulary * model.hidden * e}
@@ -205,10 +211,42 @@ def _is_distributed(config: Config) -> bool:
 
 def _stepped(config: Config, parameters: Parameters) -> int:
     """Return how many elements a rank's optimizer updates."""
+    return sum(_shards(config, parameters))
+
+
+def _shards(config: Config, parameters: Parameters) -> tuple[int, int]:
+    """Return how many elements a rank's optimizer updates of its dense parameters and of its experts'."""
     ranks, layout = config.trainer.num_ranks, config.trainer.layout
     dense, experts = (padded(sizes, 64 if _is_distributed(config) else 1) for sizes in parameters)
     replicas = ranks // (layout.tp * layout.pp)
-    return dense // replicas + experts * layout.etp * layout.ep * layout.pp // ranks
+    return dense // replicas, experts * layout.etp * layout.ep * layout.pp // ranks
+
+
+def _step_copies(config: Config, model: Dimensions, stage: int) -> int:
+    """Return what TransformerEngine's optimizer with its own main weights takes in a step beyond its state.
+
+    In each step those are copies of moments that are not float32, of one slice of the parameters at a time
+    (`trainer.megatron.sliced_adam`), and one copy of its results; in the first step copies of a parameter, of
+    which it makes the main weight.
+
+    Source: transformer_engine/pytorch/optimizers/fused_adam.py of version 2.11.0, `get_unscaled_state`,
+    `_apply_scale` and `initialize_state`.
+    """
+    passed = config.trainer.megatron
+    if not passed.get("use_precision_aware_optimizer") or passed.get("optimizer_cpu_offload"):
+        return 0
+    trained = [trained_of(config, model, stage)]
+    if config.trainer.loss.advantages == "gae":  # one model's optimizer after the other's
+        trained.append(parameters_of(model, config.trainer.layout, stage, value_head=True))
+    slices = [min(shard, STEPPED_AT_ONCE) for each in trained for shard in _shards(config, each)]
+    largest = max(
+        min(shard, max(sizes, default=0))
+        for each in trained
+        for sizes, shard in zip(each, _shards(config, each), strict=True)
+    )
+    moments = sum(passed.get(name) == "bfloat16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    copied = max(slices) * (moments * FLOAT32 + (moments > 0) * element_bytes(config))
+    return max(copied, largest * (element_bytes(config) + FLOAT32))
 
 
 class OptimizerBytes(NamedTuple):
