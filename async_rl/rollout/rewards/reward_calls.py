@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
@@ -304,10 +304,20 @@ class _Reward:
                 await asyncio.sleep(wait_s)
         raise failure
 
-    def _slot(self) -> Any:
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """Take one of the concurrent calls for the block, if they are limited."""
         if self._slots is None:
-            return nullcontext()
-        return _ConcurrencySlot(self._slots, self._name, self._max_concurrent)
+            yield
+            return
+        with waiting(
+            "reward queue", self._name, why=lambda: f"{self._max_concurrent} calls of it run at a time"
+        ):
+            await self._slots.acquire()
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     async def _call_once(self, task: Task, completions: Sequence[Completion]) -> Any:
         name, limit_s, since_s = self._name, self._limit_s, self._clock()
@@ -364,20 +374,6 @@ def _is_infrastructure(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
-
-
-class _ConcurrencySlot:
-    """One of the concurrent calls of a reward."""
-
-    def __init__(self, slots: asyncio.Semaphore, name: str, limit: int | None) -> None:
-        self._slots, self._name, self._limit = slots, name, limit
-
-    async def __aenter__(self) -> None:
-        with waiting("reward queue", self._name, why=lambda: f"{self._limit} calls of it run at a time"):
-            await self._slots.acquire()
-
-    async def __aexit__(self, *_: object) -> None:
-        self._slots.release()
 
 
 class _LocalRewardCall:
