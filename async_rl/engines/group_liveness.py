@@ -47,6 +47,44 @@ def store_of(group: dist.ProcessGroup) -> c10d.Store:
     return c10d._world.pg_map[group][1]
 
 
+class Connection:
+    """The communicator of an NCCL group, created by a thread.
+
+    The first broadcast would create it, and wait without a limit when a member has ended since it joined:
+    neither a time limit nor `abort` of the group reaches a communicator that is not complete, not even in
+    NCCL's non-blocking mode (docs/design/weight-updates.md). So a thread waits, and may be left behind.
+    Members that create theirs in their first broadcast fit in.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Begin to create it, for collectives on a device; with Gloo there is nothing to do."""
+        self._error: Exception | None = None
+        self._thread = threading.Thread(
+            target=self._connect, args=(group, device), name="weight group connection", daemon=True
+        )
+        if dist.get_backend(group) == "nccl":
+            self._thread.start()
+
+    def _connect(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        try:
+            group._get_backend(torch.device("cuda")).eager_connect_single_device(device)
+        except RuntimeError as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        """Return whether it has been created, or creating it has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Raise what creating it has failed with; it is completed.
+
+        Raises:
+            RuntimeError: When it was not created.
+        """
+        if self._error is not None:
+            raise self._error
+
+
 class Broadcast:
     """A broadcast from rank 0 that has begun.
 

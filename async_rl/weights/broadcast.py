@@ -27,6 +27,7 @@ from async_rl.engines.group_liveness import (
     CHECK_S,
     SILENT_S,
     Broadcast,
+    Connection,
     SilenceMonitor,
     blocking_waits,
     wait_until,
@@ -81,7 +82,8 @@ class WeightGroup:
         """The ranks because of which the group was aborted: their processes do not run."""
         self._is_concurrent = invite.is_concurrent
         self._is_aborted = threading.Event()
-        self._pending: Broadcast | None = None
+        self._pending: Broadcast | Connection | None = None
+        self._is_connected = False
         self._num_sent = 0
         self._timeout_s = timeout_s
         join_s = min(_JOIN_S, timeout_s)
@@ -113,7 +115,7 @@ class WeightGroup:
         self._monitor.abort(why)
 
     def start_broadcast(self, data: torch.Tensor) -> None:
-        """Start sending `data` to the engines' ranks; `wait` ends it.
+        """Start sending `data` to the engines' ranks, which must receive by then; `wait` ends it.
 
         Raises:
             RuntimeError: When a rank has failed. The group is of no use then.
@@ -122,6 +124,10 @@ class WeightGroup:
         with self._aborted_on_failure():
             if self._is_aborted.is_set():
                 raise WeightSyncError("the driver has aborted the update")
+            if not self._is_connected:
+                self._pending = Connection(self._group, data.device)
+                self._end_pending(self._pending)
+                self._is_connected = True
             self._pending = Broadcast(data, self._group, in_parts=self._is_concurrent)
 
     def wait(self) -> None:
@@ -131,12 +137,15 @@ class WeightGroup:
             RuntimeError: When a rank has failed. The group is of no use then.
             WeightSyncError: When the group was aborted, because a rank is silent or by another thread.
         """
-        if (work := self._pending) is not None:
+        if self._pending is not None:
             with self._aborted_on_failure():
-                wait_until(work.is_completed, self._check, CHECK_S, self._timeout_s)
-                work.wait()  # raises what it failed with
+                self._end_pending(self._pending)
             self._pending = None
             self._num_sent += 1
+
+    def _end_pending(self, work: Broadcast | Connection) -> None:
+        wait_until(work.is_completed, self._check, CHECK_S, self._timeout_s)
+        work.wait()  # raises what it failed with
 
     def wait_for_receivers(self) -> None:
         """Wait until all ranks have what was sent: some pass it on to others when this one has done its part.

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from async_rl.engine_protocol import DistributedUpdate, GroupInvite, TensorUpdate, WeightBucket
 from async_rl.engines.device_memory import stop_engine
 from async_rl.engines.sglang.server import free_port
+from async_rl.errors import WeightSyncError
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
 from tests.gpu.models import build, serving
@@ -86,6 +91,28 @@ async def take_shared_weights(tmp_path: Path, measure, *, shares_device: bool) -
     export.close()
     measure("sent and loaded", size_of(tensors) / 2**30 / seconds, "GiB/s")
     assert found.token_ids == expected.token_ids
+
+
+def test_a_first_broadcast_ends_when_a_member_does_not_come(measure) -> None:
+    """A sender whose receiver died after it had joined stops waiting when told to; its GPU computes on."""
+    where: dict[str, Any] = {"host": "127.0.0.1", "port": free_port("127.0.0.1"), "world_size": 2}
+    invite = GroupInvite(group_name="first", backend="nccl", rank_offset=1, **where)
+    data = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(WeightGroup, invite, 120)
+        store = dist.TCPStore(*where.values(), False, timedelta(seconds=60))  # joins, and does no more
+        group = joining.result()
+        sending = pool.submit(group.start_broadcast, data)
+        with pytest.raises(TimeoutError):
+            sending.result(timeout=5)  # it waits for the other one
+        begin = time.perf_counter()
+        group.abort("the engine has died")
+        with pytest.raises(WeightSyncError, match="aborted"):
+            sending.result(timeout=30)
+    measure("from the abort", time.perf_counter() - begin, "s")
+    group.close()
+    del store
+    assert int((data + 1).sum()) == 1 << 20
 
 
 @pytest.mark.gpus(2)

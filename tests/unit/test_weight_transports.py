@@ -4,8 +4,9 @@ import asyncio
 import os
 import pickle
 import shutil
+import threading
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
@@ -20,8 +21,10 @@ from torch.distributed import distributed_c10d as c10d
 from torch.multiprocessing import reductions
 
 from async_rl.engine_protocol import GroupInvite, TensorSpec
+from async_rl.engines.group_liveness import SilenceMonitor, store_of
+from async_rl.engines.sglang.abortable_groups import GroupMember, receive
 from async_rl.engines.sglang.server import free_port
-from async_rl.errors import WeightSyncError
+from async_rl.errors import ABORTED, WeightSyncError
 from async_rl.runtime.supervision import Nursery
 from async_rl.weights import broadcast
 from async_rl.weights.broadcast import WeightGroup, open_store, send_buckets
@@ -171,6 +174,95 @@ def test_waits_of_a_group_raise_and_those_of_other_groups_stay_as_they_are(
     WeightGroup(invite, timeout_s=5).close()
     assert seen[0] == "1"
     assert os.environ.get(VARIABLE) == before
+
+
+class Communicators:
+    """Stands for NCCL's backend: its communicator is not there before the other members are."""
+
+    def __init__(self) -> None:
+        self.begun, self.others_are_there = threading.Event(), threading.Event()
+        self.devices: list[torch.device] = []
+        self.error: Exception | None = None
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.devices.append(device)
+        self.begun.set()
+        self.others_are_there.wait()
+        if self.error is not None:
+            raise self.error
+
+    def abort(self) -> None:
+        """Nothing: torch does not know yet of a communicator that is being created."""
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[WeightGroup, Communicators]]:
+    """Yield a group that takes itself for one of NCCL, with what creates its communicator."""
+    communicators = Communicators()
+    monkeypatch.setattr(broadcast, "open_store", lambda *_: dist.HashStore())
+    invite = GroupInvite(
+        group_name="n", host="127.0.0.1", port=1, world_size=1, rank_offset=1, backend="gloo"
+    )
+    group = WeightGroup(invite, timeout_s=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "get_backend", lambda group: "nccl")
+        patch.setattr(dist.ProcessGroup, "_get_backend", lambda self, device: communicators)
+        yield group, communicators
+        communicators.others_are_there.set()
+        for thread in [each for each in threading.enumerate() if each.name == "weight group connection"]:
+            thread.join()
+    group.close()
+    assert group._group not in c10d._world.pg_map
+
+
+def test_a_communicator_is_created_before_the_first_broadcast(nccl) -> None:
+    group, communicators = nccl
+    communicators.others_are_there.set()
+    for number in range(2):
+        group.start_broadcast(torch.zeros(4, dtype=torch.uint8))
+        group.wait()
+        assert communicators.devices == [torch.device("cpu")], number
+    group.wait_for_receivers()
+
+
+def test_what_a_communicator_fails_with_is_raised(nccl) -> None:
+    group, communicators = nccl
+    communicators.error = RuntimeError("unhandled system error")
+    communicators.others_are_there.set()
+    with pytest.raises(RuntimeError, match="unhandled system error"):
+        group.start_broadcast(torch.zeros(4, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("found", ["by the driver", "in the store"])
+def test_the_first_broadcast_ends_when_a_member_died_after_it_had_joined(
+    nccl, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, communicators = nccl
+    monkeypatch.setattr(broadcast, "CHECK_S", 0.001)
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(group.start_broadcast, torch.zeros(4, dtype=torch.uint8))
+        assert communicators.begun.wait(timeout=30)
+        if found == "by the driver":
+            group.abort("engine-3 has died")
+        else:
+            store_of(group._group).add("alive/1", 1)
+            group._monitor = SilenceMonitor(group._group, world_size=2)
+        with pytest.raises(WeightSyncError, match=r"aborted the update|no sign of life from ranks \[1\]"):
+            sending.result(timeout=30)
+    assert group.silent == ([] if found == "by the driver" else [1])
+    group.close()
+    assert group._group in c10d._world.pg_map  # to destroy it would wait for the member
+
+
+def test_an_engine_leaves_its_first_broadcast_when_the_sender_gives_it_up(nccl) -> None:
+    group, communicators = nccl
+    member = GroupMember(group._group, rank=1)
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(receive, [member], [torch.zeros(4, dtype=torch.uint8)], in_parts=False)
+        assert communicators.begun.wait(timeout=30)
+        group.abort("engine-3 has died")
+        with pytest.raises(WeightSyncError, match=f"{ABORTED}engine-3 has died"):
+            receiving.result(timeout=30)
 
 
 # -- relays between readers of shared memory ---------------------------------------------------------

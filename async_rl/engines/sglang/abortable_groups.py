@@ -18,7 +18,13 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from async_rl.engines.group_liveness import Broadcast, GroupHeartbeat, blocking_waits, wait_until
+from async_rl.engines.group_liveness import (
+    Broadcast,
+    Connection,
+    GroupHeartbeat,
+    blocking_waits,
+    wait_until,
+)
 from async_rl.engines.sglang.aborted_rows import SUPPORTED, hash_source
 from async_rl.engines.sglang.group_names import are_joined, split_groups
 from async_rl.errors import ABORTED, WeightSyncError
@@ -38,9 +44,20 @@ class GroupMember:
         self._group = group
         self._heartbeat = GroupHeartbeat(group, rank)
         self._work: Broadcast | None = None
+        self._is_connected = False
 
     def begin_receiving(self, data: torch.Tensor, *, in_parts: bool) -> None:
-        """Begin to fill `data` by the sender's next broadcast."""
+        """Begin to fill `data` by the sender's next broadcast.
+
+        Raises:
+            RuntimeError: When another member has failed.
+            WeightSyncError: When the sender has aborted the group.
+        """
+        if not self._is_connected:
+            connection = Connection(self._group, data.device)
+            wait_until(connection.is_completed, self._heartbeat.check_aborted, _CHECK_S)
+            connection.wait()  # raises what it failed with
+            self._is_connected = True
         self._work = Broadcast(data, self._group, in_parts=in_parts)
 
     def end_receiving(self) -> None:
