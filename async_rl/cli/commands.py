@@ -186,9 +186,15 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
     _add_gpu(parser)
     from async_rl.config.description import field_descriptions
+    from async_rl.planning.hardware import DEVICES
     from async_rl.planning.planned_job import PlannedRun
     from async_rl.planning.workload import Workload
 
+    parser.add_argument(
+        "--hardware",
+        choices=DEVICES,
+        help="GPU that speeds are computed for; default: H100, if engine.device is cuda",
+    )
     for fields in (Workload, PlannedRun):
         types = get_type_hints(fields)
         for name, text in field_descriptions(fields).items():

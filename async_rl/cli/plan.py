@@ -19,17 +19,18 @@ from rich.table import Table
 from async_rl.cli.memory import show_memory
 from async_rl.config import Config, EvaluationConfig, SGLangEngines, load_config
 from async_rl.config.worker_count import workers_needed
-from async_rl.engines.model_facts import load_facts
+from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError
 from async_rl.observability.long_work import LongWork
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.observability.text_console import TextConsole
+from async_rl.planning.hardware import DEVICES, shape_of, speeds_on
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.planning.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
 from async_rl.planning.update_costs import estimate_update
 from async_rl.planning.workload import Workload
 from async_rl.run.folder import find_run_folder
-from async_rl.run.memory_estimate import version_bytes
+from async_rl.run.memory_estimate import model_bytes, version_bytes
 from async_rl.run.placement_table import gpus_of_a_node
 from async_rl.run.preflight import require_tasks
 from async_rl.runtime.printable import print_text
@@ -38,6 +39,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 _MAX_SIMULATED: Final = 2048
 """Simulated trajectories in flight, at most, where `coarsen` is not given: a plan then takes minutes."""
+
+_USUAL: Final = "H100"
 
 _WARM_UP: Final = 5
 """The first 1/5 of a past run's steps precede its steady state and are left out."""
@@ -53,6 +56,7 @@ def plan(
     costs: Path | None = None,
     as_json: bool = False,
     gpu: str | None = None,
+    hardware: str | None = None,
     **fields: float | None,
 ) -> int:
     """Simulate a config's job and print what to expect of it.
@@ -66,6 +70,8 @@ def plan(
         costs: Measured costs of the driver and of workers, as the benchmark writes them; None takes ours.
         as_json: Print the plans as JSON instead of a table.
         gpu: Size of a GPU such as `80GB`, for a table of the memory before; None prints none.
+        hardware: The GPU that speeds are computed for, a key of `DEVICES`; None: an H100, if engines are on
+            GPUs.
         fields: Of `Workload` and `PlannedRun`; None leaves a field at its default.
 
     Returns:
@@ -83,6 +89,8 @@ def plan(
     row_bytes, remark = _routing_row_bytes(config)
     run_dir = None if run is None else find_run_folder(run)
     workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | figures)
+    speeds = {} if run_dir is not None else computed_speeds(config, workload, hardware)
+    workload = replace(workload, **{name: speed for name, speed in speeds.items() if name not in figures})
     how = _convert_figures(simulation, PlannedRun)
     base = num_engines(config)
     measured = read_costs(costs or MEASURED_COSTS)
@@ -119,7 +127,8 @@ def plan(
         ]
         print_text(json.dumps({"plans": rows}, indent=1))
     else:
-        _show(TextConsole(), _assumptions(workload, updates), plans, loads, sentences, remark)
+        of = f" (what is not given is arithmetic for an {hardware or _USUAL})" if speeds else ""
+        _show(TextConsole(), _assumptions(workload, updates, of), plans, loads, sentences, remark)
     return 0
 
 
@@ -154,6 +163,26 @@ def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float
             )
         figures |= calibrate(config, records)
     return _convert_figures(figures | dict(given), Workload)
+
+
+def computed_speeds(config: Config, workload: Workload, hardware: str | None = None) -> dict[str, float]:
+    """Return speeds of a model in bfloat16 as fields of a `Workload`.
+
+    Without `hardware`, nothing if engines need not run on GPUs or `model.path` does not say the model.
+
+    Raises:
+        ConfigError: There is no config.json, and `hardware` is given.
+    """
+    on_gpus = isinstance(config.engine, SGLangEngines) and config.engine.device == "cuda"
+    if config.model.dtype != "bfloat16" or not (on_gpus or hardware):
+        return {}
+    try:
+        model = shape_of(read_config(config.model.path), model_bytes(config) // 2)
+    except ConfigError:
+        if hardware:
+            raise
+        return {}
+    return speeds_on(DEVICES[hardware or _USUAL], model, config, workload)
 
 
 def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
@@ -471,7 +500,7 @@ def load_rows(loads: Sequence[ProcessLoad]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _assumptions(w: Workload, updates: Sequence[str]) -> str:
+def _assumptions(w: Workload, updates: Sequence[str], of: str = "") -> str:
     answers = (
         f"answers of {w.mean_tokens:,.0f} tokens"
         if w.sigma == 0
@@ -487,7 +516,7 @@ def _assumptions(w: Workload, updates: Sequence[str]) -> str:
     return (
         f"Assumed: prompts of {w.prompt_tokens:,} tokens; {answers}{turns}; a decode step of "
         f"{w.decode_base_s * 1e3:.3g} + {w.decode_per_call_s * 1e3:.3g} · calls ms; prefill "
-        f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}; publishing {w.publish_s:.3g} s{copying}, "
+        f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}{of}; publishing {w.publish_s:.3g} s{copying}, "
         f"{' to '.join(dict.fromkeys(updates))}; {w.routing_row_bytes} bytes of routing rows a token."
     )
 

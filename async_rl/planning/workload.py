@@ -50,11 +50,12 @@ class Workload(Strict, frozen=True, kw_only=True):
     tool_s: NonNegativeFloat = 0.0
     """Seconds between two turns."""
     decode_base_s: NonNegativeFloat = 0.012
-    """Seconds of a decode step, whatever the number of running calls."""
+    """Seconds of a decode step, whatever the number of running calls; default: computed for `--hardware`, if
+    engines run on GPUs and `model.path` says the model, else 12 ms."""
     decode_per_call_s: NonNegativeFloat = 0.00006
-    """Seconds that each running call adds to it."""
+    """Seconds that each running call adds to it; default: computed likewise, else 0.06 ms."""
     prefill_tokens_per_s: PositiveFloat = 30000.0
-    """Prefill speed of an engine."""
+    """Prefill speed of an engine; default: computed likewise, else 30,000."""
     sync_s: NonNegativeFloat = 5.0
     """Pause of an engine in a weight update, seconds; default: computed from the following rates and the size
     of the model, if `model.path` says it, else 5."""
@@ -78,7 +79,8 @@ class Workload(Strict, frozen=True, kw_only=True):
     snapshot_s: NonNegativeFloat = 0.0
     """Seconds in which the trainer pauses to copy them (`weights.overlap`)."""
     train_tokens_per_s: PositiveFloat | None = None
-    """Trainer speed, prompts included; default: a step takes 0.9 of its batch's fluid generation time."""
+    """Trainer speed, prompts included; default: computed likewise, else a step takes 0.9 of its batch's fluid
+    generation time."""
     train_base_s: NonNegativeFloat = 0.0
     """Seconds of a trainer step of any size."""
     shares_prompts: bool = True
@@ -110,13 +112,28 @@ class Workload(Strict, frozen=True, kw_only=True):
     def expected_tokens(self) -> float:
         """Mean answer after the cut: the mean of min(X, c) for a lognormal X.
 
-        Source: E[min(X, c)] = m F((ln c - u - s²)/s) + c (1 - F((ln c - u)/s)), with u = ln m - s²/2, s the
-        standard deviation of ln X and F the normal distribution function.
+        Source: E[min(X, c)^n] = E[X^n] F((ln c - u - n s²)/s) + c^n (1 - F((ln c - u)/s)), with u = ln m -
+        s²/2, s the standard deviation of ln X, E[X^n] = m^n exp(s² n (n - 1)/2), F the normal distribution
+        function.
         """
-        if self.sigma == 0:
-            return min(self.mean_tokens, float(self.max_tokens))
-        z = (math.log(self.max_tokens / self.mean_tokens) + self.sigma**2 / 2) / self.sigma
-        return self.mean_tokens * _normal(z - self.sigma) + self.max_tokens * (1 - _normal(z))
+        return self._moment(1)
+
+    @property
+    def mean_context(self) -> float:
+        """Mean position of a sampled token: what calls attend to, if they run at any time.
+
+        Long answers have more positions: their mean is E[L²] / 2 E[L] for an answer of L tokens.
+        """
+        before = self.prompt_tokens + (self.turns - 1) * self.tool_tokens / 2
+        return before + self._moment(2) / 2 / self.expected_tokens
+
+    def _moment(self, n: int) -> float:
+        """The mean of the n-th power of an answer's length."""
+        m, s, c = self.mean_tokens, self.sigma, float(self.max_tokens)
+        if s == 0:
+            return min(m, c) ** n
+        z = (math.log(c / m) + s**2 / 2) / s
+        return m**n * math.exp(s**2 * n * (n - 1) / 2) * _normal(z - n * s) + c**n * (1 - _normal(z))
 
     def share_up_to(self, tokens: float) -> float:
         """The distribution function of the answers' lengths."""

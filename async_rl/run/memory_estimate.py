@@ -111,6 +111,14 @@ def version_bytes(config: Config) -> int:
     return memory.adapter_bytes or memory.model_bytes
 
 
+def model_bytes(config: Config) -> int:
+    """Return the size of the model in its type, bytes, as `version_bytes` finds it."""
+    try:
+        return _trainer_memory(config, None).model_bytes
+    except ConfigError:
+        return weights_bytes(config.model.path)
+
+
 def nearest_change(load: Load, gpu: int) -> list[str] | None:
     """Return the fewest changes of settings that make everything fit, or None if none is found.
 

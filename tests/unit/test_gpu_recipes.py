@@ -14,8 +14,10 @@ import pytest
 
 import trainer
 from async_rl.cli.main import main
+from async_rl.cli.plan import computed_speeds, workload_for
 from async_rl.config import Config, SGLangEngines, load_config
-from async_rl.run.memory_estimate import estimate_devices
+from async_rl.planning.update_costs import estimate_update
+from async_rl.run.memory_estimate import estimate_devices, version_bytes
 from async_rl.run.placement_table import placement_table
 from trainer import validate
 
@@ -106,6 +108,20 @@ def test_an_optimizer_on_the_host_has_several_cores(recipe: tuple[str, list[str]
 def test_the_page_has_the_figures_of_a_recipe(recipe: tuple[str, list[str]]) -> None:
     name, words = recipe
     assert row_of(name, load(words)) in PAGE.splitlines()
+
+
+def test_the_page_has_the_speeds_that_a_plan_computes(recipe: tuple[str, list[str]]) -> None:
+    name, words = recipe
+    config = load(words)
+    workload, engine = workload_for(config, None, {}), config.engine
+    speeds = computed_speeds(config, workload, "H100")
+    step_s = speeds["decode_base_s"] + engine.max_running_requests * speeds["decode_per_call_s"]
+    pause_s = estimate_update(config, workload, version_bytes(config), engine.num_engines, 8).pause_s
+    prefill, trained = (round(speeds[f"{kind}_tokens_per_s"]) for kind in ("prefill", "train"))
+    assert any(
+        line.startswith(f"| `{name}` | {step_s * 1e3:.1f} ms | {prefill:,} | {trained:,} | {pause_s:.3g} s |")
+        for line in PAGE.splitlines()
+    )
 
 
 def row_of(name: str, config: Config) -> str:
