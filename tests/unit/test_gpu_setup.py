@@ -23,12 +23,13 @@ ROOT = Path(__file__).parents[2]
 FAKE_PYTHON = """
 # Stands in for Python and pip: makes environments of itself and writes down what is installed into them.
 case "$*" in
-  "-c import sys, ensurepip"*) exit 0 ;;
-  "--version") echo "Python 3.11.9" ;;
+  "-c " | "-") exit 0 ;;
+  "--version") echo "Python 3.12.9" ;;
   "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
   "-c import sysconfig"*) echo /site-packages ;;
+  "-c import sys; print"*) echo py312 ;;
   "-m pip install"*)
-    echo "pip ${*:4} CPATH=$CPATH" >> "$CALLS"
+    echo "pip ${*:4} CPATH=$CPATH FORCE=$NVTE_PYTORCH_FORCE_BUILD" >> "$CALLS"
     [[ -z $FAILS || "$*" != *$FAILS* ]] || { echo "ERROR: no such version"; exit 1; } ;;
   *) echo "run $*" >> "$CALLS" ;;
 esac
@@ -39,10 +40,12 @@ class Machine(BareMachine):
     """A machine with a GPU on which everything is a stand-in."""
 
     def __init__(self, folder: Path) -> None:
-        files = ("scripts/setup-gpu.sh", "requirements/gpu.txt", "pyproject.toml")
-        super().__init__(folder, *files, path="/usr/bin:/bin")
+        lists = [f"requirements/gpu{which}.txt" for which in ("", "-py311", "-py312", "-source")]
+        super().__init__(folder, "scripts/setup-gpu.sh", "pyproject.toml", *lists, path="/usr/bin:/bin")
         self.add("nvidia-smi", "echo '580.159.03, NVIDIA H100 80GB HBM3'")
         self.add("nvcc", "echo 'Cuda compilation tools, release 13.0, V13.0.48'")
+        self.add("g++", "echo 11")
+        self.add("df", "printf 'Filesystem\\n/dev/sda1 1 2 20000000 80%% /\\n'")
         self.add("python3.11", FAKE_PYTHON)
 
     def set_up(self, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -59,18 +62,21 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_torch_comes_first_and_an_environment_that_was_not_finished_is_made_again(machine: Machine) -> None:
-    done = machine.set_up(FAILS="transformer-engine")
+def test_only_pinned_files_are_installed_and_what_was_not_finished_is_made_again(machine: Machine) -> None:
+    done = machine.set_up(FAILS="gpu-source")
     assert done.returncode == 3
     assert "TransformerEngine, compiled here: some minutes (2 of 4) failed; all of the output" in done.stderr
     assert machine.set_up().returncode == 0
-    *_, torch, fused, others, kernel = machine.calls
-    assert torch.startswith("pip --disable-pip-version-check --no-input torch==2.14.1 setuptools wheel ninja")
-    assert "--no-build-isolation transformer-engine[core_cu13,pytorch]==2.11.0" in fused
+    *_, pinned, fused, project, kernel = machine.calls
+    pip = "pip --disable-pip-version-check --no-input --no-deps"
+    assert pinned.startswith(f"{pip} --require-hashes -r requirements/gpu-py312.txt")
+    assert fused.startswith(f"{pip} --no-build-isolation --require-hashes -r requirements/gpu-source.txt")
     headers = "/site-packages/nvidia"
     assert f"CPATH={headers}/cudnn/include:{headers}/nccl/include:{headers}/cu13/include" in fused
-    assert "-r requirements/gpu.txt --editable .[rewards]" in others
+    assert fused.endswith("FORCE=TRUE")
+    assert project.startswith(f"{pip} --no-build-isolation --editable .")
     assert kernel == "run -m tests.gpu.first_kernel"
+    machine.add("df", "exit 1")  # nothing is checked any more
     again = machine.set_up()
     assert (again.returncode, again.stdout, len(machine.calls)) == (0, "", 6)
 
@@ -81,7 +87,14 @@ def test_torch_comes_first_and_an_environment_that_was_not_finished_is_made_agai
         ("nvidia-smi", "exit 9", "nvidia-smi names no driver"),
         ("nvidia-smi", "echo 550.54.15", "the driver is 550.54.15; CUDA 13 needs 580 or newer"),
         ("nvcc", "echo 'release 12.8, V12.8.1'", "nvcc is of CUDA 12; torch in requirements/gpu.txt"),
-        ("python3.11", "exit 1", "needs Python 3.11 with venv"),
+        ("g++", "exit 127", "g++ is missing, and 11 or newer"),
+        ("g++", "echo 10.2.1", "g++ is 10, and 11 or newer"),
+        (
+            "df",
+            "printf 'Filesystem\n/dev/sda1 1 2 9000000 80%% /\n'",
+            "has 9 GB free, and .venv-gpu takes 15",
+        ),
+        ("python3.11", "exit 1", "no Python 3.11 or 3.12 with venv and headers (python3.11 has none): "),
     ],
 )
 def test_what_the_machine_lacks_is_named_before_anything_is_installed(
@@ -95,16 +108,61 @@ def test_what_the_machine_lacks_is_named_before_anything_is_installed(
     assert not (machine.folder / ".venv-gpu").exists()
 
 
+def test_all_that_is_missing_is_named_at_once(machine: Machine) -> None:
+    for name in ("nvidia-smi", "nvcc", "g++", "python3.11"):
+        machine.add(name, "exit 1")
+    machine.add("df", "printf 'Filesystem\n/dev/sda1 1 2 9000000 80%% /\n'")
+    done = machine.set_up(PYTHON="python3.11")
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("release", "remedy"),
+    [
+        ("ID=ubuntu\nVERSION_ID='24.04'", "apt install python3.12-venv python3.12-dev\n"),
+        (
+            "ID=ubuntu\nVERSION_ID='22.04'",
+            "add-apt-repository ppa:deadsnakes/ppa && apt install python3.12-venv",
+        ),
+        ("ID=debian\nVERSION_ID='12'", "apt install python3.11-venv python3.11-dev\n"),
+        (
+            "ID=other",
+            "uv python install 3.12, then PYTHON=$(python3 -m uv python find 3.12) make setup-gpu\n",
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    ("flaw", "named"),
+    [
+        ("version('3.13.1')", "python3 is 3.13.1, and SGLang's packages have wheels for 3.11 and 3.12"),
+        ("version('3.11.0', 'candidate')", "python3 is 3.11.0candidate, which is no release"),
+        ("sys.modules['ensurepip'] = None", "python3 cannot make virtual environments"),
+        ("sysconfig.get_path = lambda _: '/none'", "python3 has no Python.h"),
+    ],
+)
+def test_a_python_that_does_not_do_is_named_with_what_this_release_has(
+    machine: Machine, flaw: str, named: str, release: str, remedy: str
+) -> None:
+    (machine.folder / "release").write_text(release)
+    (machine.folder / "sitecustomize.py").write_text(
+        "import collections, sys, sysconfig\n"
+        "def version(numbers, level='final'):\n"
+        "    kind = collections.namedtuple('version', 'major minor micro releaselevel serial')\n"
+        "    sys.version_info = kind(*map(int, numbers.split('.')), level, 0)\n"
+        f"{flaw}\n"
+    )
+    machine.add("python3", f'PYTHONPATH={machine.folder} exec {sys.base_prefix}/bin/python3 "$@"')
+    done = machine.set_up(PYTHON="python3", OS_RELEASE=str(machine.folder / "release"))
+    assert done.returncode == 3
+    assert named in done.stderr
+    assert remedy in done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("what", ["requirements/gpu.txt", ".[sglang,megatron]"])
-def test_pip_finds_versions_that_fit_together(what: str, tmp_path: Path) -> None:
-    """Without TransformerEngine's extension, whose metadata needs the torch that it is built against."""
-    arguments = [f"{ROOT}{what.removeprefix('.')}"]
-    if what.endswith(".txt"):
-        wanted = tmp_path / "requirements.txt"
-        wanted.write_text((ROOT / what).read_text().replace("[core_cu13,pytorch]", "[core_cu13]"))
-        arguments = ["-r", str(wanted), str(ROOT)]
+def test_pip_finds_versions_that_fit_together(what: str) -> None:
+    arguments = ["-r", str(ROOT / what), str(ROOT)] if what.endswith(".txt") else [f"{ROOT}{what[1:]}"]
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet"]
     done = subprocess.run(
         [*command, "--report", "-", *arguments], capture_output=True, text=True, timeout=600, check=False

@@ -19,6 +19,7 @@ from tests.support.advisories import LISTS, REQUIREMENTS, audit, exceptions
 ROOT = Path(__file__).parents[2]
 LIST = REQUIREMENTS / "pip-check.txt"
 INSTALLED = [*LISTS, REQUIREMENTS / "torch.txt"]
+ON_GPUS = [REQUIREMENTS / f"gpu-{which}.txt" for which in ("py311", "py312", "source")]
 CONFLICT = re.compile(r"(\S+) \S+ (?:requires|has requirement) ([\w.-]+)")
 
 
@@ -43,7 +44,7 @@ def pins(file: Path) -> list[str]:
     return [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("file", INSTALLED, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", [*INSTALLED, *ON_GPUS], ids=lambda file: file.name)
 def test_every_package_is_pinned_by_version_and_hash(file: Path) -> None:
     pinned = re.compile(r"[\w.-]+==[\w.+!]+(?:; [^-]+)? --hash=sha256:[0-9a-f]{64}")
     assert pins(file)
