@@ -115,7 +115,7 @@ async def serving(model: Path, logs: Path, *, dtype: str, seed: int = 0) -> Asyn
         ServerNeeds(routing=True),
         api_key=server.api_key,
         admin_key=server.admin_key,
-        died=server.died,
+        state=server.state,
     )
     await server.start()
     try:

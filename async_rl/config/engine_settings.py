@@ -48,7 +48,8 @@ class SGLangEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind", 
     max_total_tokens: PositiveInt | None = None
     """KV cache in tokens; null lets SGLang choose (GPU only)."""
     start_timeout_s: PositiveFloat = 600.0
-    """Maximum start time of a server, seconds."""
+    """Maximum start time of a server, seconds; begins anew with each compiler that the server starts, as its
+    first start on a machine does for kernels."""
     request_timeout_s: PositiveFloat = 60.0
     """Maximum response time of a control request, seconds."""
     extra_args: list[str] = []

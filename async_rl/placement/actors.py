@@ -17,6 +17,7 @@ import ray
 
 from async_rl.config import parse_config
 from async_rl.engines.sglang.server import SGLangServer
+from async_rl.engines.sglang.server_checks import ServerState
 from async_rl.errors import EnvironmentNotReady
 from async_rl.placement.shared_devices import Device
 from async_rl.runtime.addresses import NODE_ADDRESS, is_loopback
@@ -189,9 +190,9 @@ class EngineActor(NodeActor):
         await self._server.wait()
         return self._server.exit_reason()
 
-    async def exit_reason(self) -> str | None:
-        """Return the exit reason of the server process, or None while it runs."""
-        return await self._server.died()
+    async def server_state(self) -> ServerState:
+        """Return whether and why the server process has ended, and what it compiles."""
+        return await self._server.state()
 
     async def stop_server(self) -> None:
         """End the server process and remove its local weights."""

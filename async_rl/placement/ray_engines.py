@@ -19,6 +19,7 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.connect import external_keys, sglang_client
 from async_rl.engines.sglang.server import SGLangServer
+from async_rl.engines.sglang.server_checks import ServerState
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, EnvironmentNotReady, WeightSyncError
 from async_rl.placement.actor_shutdown import EXIT_LIMIT_S, end_actor
@@ -302,28 +303,30 @@ class RayEngines(EngineProcesses):
             except (RayError, TimeoutError) as error:
                 raise cause_of(error, EnvironmentNotReady(f"{engine_id} did not start: {error!r}")) from error
             if engine is None:
-                died = self._exit_reason_of(engine_id)
-                engine = sglang_client(self._config, engine_id, url, self._facts, (api_key, admin_key), died)
+                state = self._state_of(engine_id)
+                engine = sglang_client(self._config, engine_id, url, self._facts, (api_key, admin_key), state)
                 self._engines[engine_id] = engine
             elif isinstance(engine, SGLangEngine):
                 engine.http.move_to(url, api_key, admin_key)
         assert engine is not None, "an engine has an actor or a URL"
         await engine.wait_ready()
 
-    def _exit_reason_of(self, engine_id: str) -> Callable[[], Awaitable[str | None]]:
-        """Return a function that asks the engine's current actors for the exit reason of its server."""
+    def _state_of(self, engine_id: str) -> Callable[[], Awaitable[ServerState]]:
+        """Return a function that asks the engine's current actors for the state of its server."""
 
-        async def exit_reason_of() -> str | None:
+        async def state_of() -> ServerState:
+            compilers = frozenset[int]()
             try:
-                for asked in [actor.exit_reason.remote() for actor in self._engine_actors[engine_id]]:
-                    exit_reason: str | None = await asked
-                    if exit_reason is not None:
-                        return exit_reason
+                for asked in [actor.server_state.remote() for actor in self._engine_actors[engine_id]]:
+                    state: ServerState = await asked
+                    if state.exit_reason is not None:
+                        return state
+                    compilers |= state.compilers
             except RayError as error:
-                return f"its actor is gone: {last_line(error)}"
-            return None
+                return ServerState(f"its actor is gone: {last_line(error)}")
+            return ServerState(compilers=compilers)
 
-        return exit_reason_of
+        return state_of
 
 
 def uses_gpus(device: str) -> bool:

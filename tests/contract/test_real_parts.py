@@ -194,7 +194,7 @@ class FailingServer(SGLangServer):
 async def test_the_end_of_its_log_is_reported_when_a_server_does_not_start(tmp_path: Path) -> None:
     config = Config(model=ModelConfig(path=str(tmp_path / "nowhere")))
     server = FailingServer(config, index=2, log_dir=tmp_path)
-    engine = SGLangEngine("engine-2", server.url, facts(), died=server.died)
+    engine = SGLangEngine("engine-2", server.url, facts(), state=server.state)
     await server.start()
     try:
         with pytest.raises(EnvironmentNotReady, match=r"ended with code 2(.|\n)*no such option"):

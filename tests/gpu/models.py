@@ -77,7 +77,7 @@ async def serving(
         ServerNeeds(routing=True),
         api_key=server.api_key,
         admin_key=server.admin_key,
-        died=server.died,
+        state=server.state,
     )
     await server.start()
     try:

@@ -103,7 +103,7 @@ class SGLangWorld:
             client,
             config=self._config,
             needs=self._needs,
-            **{**keys, "died": self.server.died, **options},
+            **{**keys, "state": self.server.state, **options},
         )
 
     async def load(self, engine: Engine, version: int, *, flush: bool = True) -> None:

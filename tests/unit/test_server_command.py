@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +18,7 @@ from msgspec.structs import replace
 
 from async_rl.config import Config, LoraConfig, ModelConfig, RoutingConfig, SGLangEngines, parse_config
 from async_rl.engines.sglang import narrow_launcher
-from async_rl.engines.sglang.server import SGLangServer
+from async_rl.engines.sglang.server import SGLangServer, compilers_of
 from async_rl.errors import EnvironmentNotReady
 from tests.support.run_config import MOE, config_with
 
@@ -179,3 +182,19 @@ print(tuple(cache.buffer.shape), cache.buffer.dtype, tuple(other.buffer.shape), 
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == "(5, 2, 2) torch.int16 (5, 3, 2) torch.int32"
+
+
+def test_compilers_of_a_server_are_those_of_its_process_group(tmp_path: Path) -> None:
+    program = str(shutil.copy("/bin/sleep", tmp_path / "ptxas"))
+    inside = subprocess.Popen(["sh", "-c", f"{program} 60 & sleep 60 & wait"], start_new_session=True)
+    outside = subprocess.Popen([program, "60"], start_new_session=True)
+    try:
+        while not compilers_of(inside.pid):
+            time.sleep(0.01)
+        (found,) = compilers_of(inside.pid)
+        assert os.getpgid(found) == inside.pid != found
+        assert compilers_of(outside.pid) == [outside.pid]
+    finally:
+        for process in (inside, outside):
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

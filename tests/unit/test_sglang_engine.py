@@ -34,6 +34,7 @@ from async_rl.engines.sglang import client, http_client
 from async_rl.engines.sglang.aborted_rows import OMIT_ABORTED_ROWS
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.connect import sglang_client
+from async_rl.engines.sglang.server_checks import ServerState
 from async_rl.errors import (
     AlignmentError,
     CallLost,
@@ -815,11 +816,30 @@ async def test_a_server_with_sampling_settings_that_calls_do_not_override_is_ref
 async def test_waiting_ends_with_the_end_of_the_log_when_the_server_died(server: FakeSGLang) -> None:
     server.answers["ready"] = (503, {})
 
-    async def died() -> str | None:
-        return "CUDA out of memory" if len(server.requests("ready")) > 1 else None
+    async def state() -> ServerState:
+        return ServerState("CUDA out of memory" if len(server.requests("ready")) > 1 else None)
 
-    async with server.client(died=died) as engine:
+    async with server.client(state=state) as engine:
         with pytest.raises(EnvironmentNotReady, match="CUDA out of memory"):
+            await engine.wait_ready()
+
+
+@pytest.mark.parametrize("compiles_on", [True, False])
+async def test_the_limit_of_a_start_begins_anew_with_each_compiler(
+    server: FakeSGLang, compiles_on: bool
+) -> None:
+    server.answers["ready"] = lambda _: (200 if started > 12 else 503, {})
+    started = 0
+
+    async def state() -> ServerState:
+        nonlocal started
+        started += 1
+        return ServerState(compilers=frozenset({started if compiles_on else 1}))
+
+    async with server.client(state=state, start_timeout_s=2.0) as engine:
+        with (
+            nullcontext() if compiles_on else pytest.raises(EnvironmentNotReady, match="start_timeout_s = 2")
+        ):
             await engine.wait_ready()
 
 

@@ -380,7 +380,7 @@ async def engines_from(config: Config, log_dir: Path, name: str = "engine") -> A
     try:
         await server.start()
         keys = (server.api_key, server.admin_key)
-        started = sglang_client(config, f"{name}-0", server.url, facts, keys, server.died)
+        started = sglang_client(config, f"{name}-0", server.url, facts, keys, server.state)
         try:
             await started.wait_ready()
             yield [started]

@@ -68,6 +68,7 @@ from async_rl.engines.sglang.routing_payload import (
 from async_rl.engines.sglang.server_checks import (
     ServerInfo,
     ServerNeeds,
+    ServerState,
     check_preferred_sampling,
     check_server,
 )
@@ -83,6 +84,7 @@ from async_rl.errors import (
     WeightsNotReceived,
     WeightSyncError,
 )
+from async_rl.runtime.waits import progressed
 from async_rl.types import RoutingTrace
 
 ABORT_RESEND_S: Final = (0.02, 1.0)
@@ -176,7 +178,7 @@ class SGLangEngine:
         *,
         api_key: str | None = None,
         admin_key: str | None = None,
-        died: Callable[[], Awaitable[str | None]] | None = None,
+        state: Callable[[], Awaitable[ServerState]] | None = None,
     ) -> None:
         """Remember the server's address; connect later.
 
@@ -188,14 +190,14 @@ class SGLangEngine:
             needs: What the run needs; `wait_ready` refuses a server that lacks it.
             api_key: Key of the server, None when it asks for none.
             admin_key: Key of its control endpoints; None takes `api_key`.
-            died: Returns the exit reason of the server's process when it has ended, else None.
+            state: Returns the state of the server's processes; None for a server that others started.
         """
         self._engine_id = engine_id
         self._facts = facts
         self._config = config
         self._needs = needs
         self._wire = RoutingWire(facts=facts, narrow=config.narrow_routing)
-        self._died = died
+        self._state = state
         self.http = SGLangHttpClient(engine_id, url, api_key, admin_key, timeout_s=config.request_timeout_s)
         """Sends its requests, to an address that can change."""
         self.payload_gate = PayloadGate(engine_id, config.stall_s)
@@ -589,13 +591,15 @@ class SGLangEngine:
     async def wait_ready(self) -> None:
         """Implements `Engine.wait_ready`. Also refuses a server that was started without required options.
 
+        Each compiler that the server starts begins `engine.start_timeout_s` anew.
+
         Raises:
             ConfigError: When the server runs with an option that is incompatible with routing replay.
             EnvironmentNotReady: When it ends, is no SGLang server, or does not answer in time.
         """
-        delay_s, refused_s = 0.02, 0.0
+        delay_s, refused_s, compilers = 0.02, 0.0, frozenset[int]()
         try:
-            async with asyncio.timeout(self._config.start_timeout_s):
+            async with asyncio.timeout(self._config.start_timeout_s) as limit:
                 while (status := await self._ready_status()) != 200:
                     refused_s = refused_s + delay_s if status in _NOT_SGLANG else 0.0
                     if refused_s > REFUSED_S:
@@ -603,9 +607,14 @@ class SGLangEngine:
                             f"{self._engine_id} at {self.http.url} answers GET /ready with {status}, so it "
                             "is no SGLang server, or behind a proxy that refuses us: check the URL"
                         )
-                    exit_reason = await self._died() if self._died is not None else None
-                    if exit_reason is not None:
-                        raise EnvironmentNotReady(f"{self._engine_id} did not start: {exit_reason}")
+                    if self._state is not None:
+                        state = await self._state()
+                        if state.exit_reason is not None:
+                            raise EnvironmentNotReady(f"{self._engine_id} did not start: {state.exit_reason}")
+                        if state.compilers - compilers:  # kernels that no start of this version has compiled
+                            limit.reschedule(asyncio.get_running_loop().time() + self._config.start_timeout_s)
+                            progressed()
+                        compilers = state.compilers
                     # HTTP has no way to wait for a server to start: ask again, less often each time.
                     await asyncio.sleep(delay_s)
                     delay_s = min(delay_s * 1.5, 0.5)

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from async_rl.config import Config, SGLangEngines
 from async_rl.engine_protocol import EngineFacts
 from async_rl.engines.sglang.client import SGLangEngine
-from async_rl.engines.sglang.server_checks import ServerNeeds
+from async_rl.engines.sglang.server_checks import ServerNeeds, ServerState
 from async_rl.errors import ConfigError
 from async_rl.runtime.addresses import is_loopback
 
@@ -82,7 +82,7 @@ def sglang_client(
     url: str,
     facts: EngineFacts,
     keys: tuple[str | None, str | None],
-    died: Callable[[], Awaitable[str | None]] | None,
+    state: Callable[[], Awaitable[ServerState]] | None,
 ) -> SGLangEngine:
     """Return a client, which connects with its first request.
 
@@ -92,7 +92,7 @@ def sglang_client(
         url: URL of the server.
         facts: Dimensions of the model.
         keys: API key and admin key.
-        died: Returns the exit reason of a server that does not start; None for one not started by us.
+        state: Returns the state of the server's processes; None for one not started by us.
     """
     engine = config.engine
     assert isinstance(engine, SGLangEngines), "only SGLang servers have clients"
@@ -105,5 +105,5 @@ def sglang_client(
         ServerNeeds.of(config),
         api_key=api_key,
         admin_key=admin_key,
-        died=died,
+        state=state,
     )

@@ -29,6 +29,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang import aborted_rows, guard, narrow_launcher
 from async_rl.engines.sglang.adapter_flags import adapter_flags
+from async_rl.engines.sglang.server_checks import ServerState
 from async_rl.errors import EnvironmentNotReady
 from async_rl.runtime.devices import detect_device
 from async_rl.runtime.files import socket_folder
@@ -42,6 +43,9 @@ _BELOW_TMPDIR = len("/async-rl-12345678/pymp-12345678/listener-12345678")
 """The longest path of a socket of a server below its temporary folder, bytes."""
 
 _EXIT_REASON_LINES = 25
+
+_COMPILERS = ("ninja", "nvcc", "cicc", "ptxas", "cudafe++", "cc1plus")
+"""Names of programs that compile kernels."""
 
 _GPU_GRACE_S = 15.0
 """Time for a server with a GPU to end by itself before it is killed, so that it frees the GPU's memory."""
@@ -298,9 +302,11 @@ class SGLangServer:
             self.poll()
         return self._process.wait()
 
-    async def died(self) -> str | None:
-        """Return the exit reason when it has ended, None while it runs; for `SGLangEngine.wait_ready`."""
-        return None if self._process is not None and self.poll() is None else self.exit_reason()
+    async def state(self) -> ServerState:
+        """Return whether and why it has ended, and what it compiles, for `SGLangEngine.wait_ready`."""
+        if self._process is None or self.poll() is not None:
+            return ServerState(self.exit_reason())
+        return ServerState(compilers=frozenset(await asyncio.to_thread(compilers_of, self._process.pid)))
 
     def exit_reason(self) -> str:
         """Return the exit code, the end of the log, and the path of the log."""
@@ -363,6 +369,16 @@ def _wait_group_ended(group: int, limit_s: float) -> list[int]:
             break
         time.sleep(_POLL_S)
     return left
+
+
+def compilers_of(group: int) -> list[int]:
+    """Return the processes of a group that compile: SGLang compiles kernels when it first needs them."""
+    found = []
+    for process in guard.members(group):
+        with suppress(OSError):
+            if Path(f"/proc/{process}/comm").read_text().strip() in _COMPILERS:
+                found.append(process)
+    return found
 
 
 def check_sglang(*, narrow: bool, saves_memory: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether an SGLang server was started as a run needs it. Pure."""
+"""Whether an SGLang server runs, and was started as a run needs it. Pure."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from async_rl.engines.sglang.adapter_flags import target_modules
 from async_rl.engines.sglang.generate_call import SENT_SETTINGS
 from async_rl.errors import ConfigError
 from async_rl.runtime.untrusted_json import UNREADABLE
+
+
+class ServerState(msgspec.Struct, frozen=True):
+    """The state of the processes of a server."""
+
+    exit_reason: str | None = None
+    """Why it has ended; None while it runs."""
+    compilers: frozenset[int] = frozenset()
+    """Its processes that compile kernels."""
 
 
 class ServerNeeds(msgspec.Struct, frozen=True, kw_only=True):
