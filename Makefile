@@ -40,8 +40,9 @@ chaos: setup  ## Inject faults into the real loop (SEED=0 MINUTES=30 ONLY="engin
 
 PYTHON ?= $(BIN)/python
 
-gpu-proof:  ## Run on a GPU what needs one, as a table (PYTHON=, JSON=FILE; exit code 2 without a GPU).
-	@$(PYTHON) -m tests.gpu $(if $(JSON),--json $(JSON))
+gpu-proof:  ## Run on a GPU what needs one (PYTHON= MINUTES=N NEEDS=trainer,engine JSON=FILE FRESH=1 REHEARSE=1).
+	@$(PYTHON) -m tests.gpu $(if $(JSON),--json $(JSON)) $(if $(MINUTES),--minutes $(MINUTES)) \
+		$(if $(NEEDS),--needs $(NEEDS)) $(if $(FRESH),--fresh) $(if $(REHEARSE),--rehearse)
 
 check: setup  ## Formatting, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy

@@ -142,7 +142,7 @@ _DEVICES: Final = {
 """Fields that work on a GPU only, and of them those of TransformerEngine's layers or optimizer."""
 
 _FUSED: Final = frozenset(_DEVICES["layers"].split())
-_GPU: Final = frozenset(_DEVICES["GPU"].split()) | _FUSED
+GPU_FIELDS: Final = frozenset(_DEVICES["GPU"].split()) | _FUSED
 
 
 def _problems(at: Situation) -> Iterator[tuple[str, str]]:
@@ -364,7 +364,7 @@ def _check_device(at: Situation, name: str, value: Any) -> None:
     """Check that a field which only works on GPUs, or in fused layers, is not set anywhere else."""
     if not value or value == "auto":
         return
-    if name in _GPU and not at.on_gpu:
+    if name in GPU_FIELDS and not at.on_gpu:
         raise ConfigError(
             f"trainer.megatron.{name} works on GPUs only, and the trainer runs on a CPU: leave it out, or "
             "set trainer.device=cuda if the ranks run elsewhere"

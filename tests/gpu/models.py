@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from async_rl.config import Config, ModelConfig, PlacementConfig, SGLangEngines, TrainerConfig
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from async_rl.config import Config, ModelConfig, PlacementConfig, RolloutConfig, SGLangEngines, TrainerConfig
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.engines.sglang.server_checks import ServerNeeds
+from tests.gpu.device import DEVICE, ON_GPU
 from tests.support.tiny_model import build_tiny_qwen3_moe, write_byte_tokenizer
 
+MODEL_CONFIGS = Path(__file__).parents[1] / "support" / "model_configs"
 VOCAB_SIZE = 512
+CONTEXT_LENGTH = 2048
+_SHARE = 0.3
 
 
 def build(
@@ -34,7 +43,7 @@ def build(
         head_dim=64,
         num_experts=16,
         expert_size=hidden_size // 2,
-        max_position_embeddings=2048,
+        max_position_embeddings=CONTEXT_LENGTH,
         std=0.06,
         seed=seed,
     )
@@ -52,20 +61,22 @@ def build(
 
 @asynccontextmanager
 async def serving(
-    model: Path, logs: Path, *, shared: bool = False, share: float = 0.3
+    model: Path, logs: Path, *, shared: bool = False, narrow: bool = False
 ) -> AsyncIterator[SGLangEngine]:
-    """Run a server on the GPU during the block; it uses `share` of the memory."""
+    """Run a server during the block; it uses `_SHARE` of a GPU's memory."""
     settings = SGLangEngines(
-        device="cuda",
+        device=DEVICE,
         max_running_requests=8,
-        context_length=2048,
+        context_length=CONTEXT_LENGTH,
         start_timeout_s=600,
-        extra_args=[f"--mem-fraction-static={share}"],
+        narrow_routing=narrow,
+        extra_args=[f"--mem-fraction-static={_SHARE}"] if ON_GPU else [],
     )
     config = Config(
         engine=settings,
         model=ModelConfig(path=str(model), dtype="bfloat16"),
-        trainer=TrainerConfig(device="cuda"),
+        rollout=RolloutConfig(max_context_tokens=CONTEXT_LENGTH, max_new_tokens=CONTEXT_LENGTH // 2),
+        trainer=TrainerConfig(device=DEVICE),
         placement=PlacementConfig(shared=shared),
     )
     server = SGLangServer(config, index=0, log_dir=logs)
@@ -86,3 +97,26 @@ async def serving(
     finally:
         await engine.close()
         await server.stop()
+
+
+def active_parameters(model: Path) -> float:
+    """Return how many parameters of a folder's model a token is multiplied with."""
+    config = json.loads((model / "config.json").read_text())
+    chosen = config.get("num_experts_per_tok", 1) / config.get("num_experts", 1)
+    with safe_open(model / "model.safetensors", "pt") as file:
+        sizes = {name: math.prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return sum(
+        size * (chosen if ".experts." in name else 1)
+        for name, size in sizes.items()
+        if not name.endswith("embed_tokens.weight")
+    )
+
+
+def build_cut(path: Path, name: str, num_layers: int, **sizes: int) -> Path:
+    """Write a model of `tests/support/model_configs` with a few layers and random weights; no tokenizer."""
+    fields = json.loads((MODEL_CONFIGS / f"{name}.json").read_text())
+    fields |= {key: size for key, size in sizes.items() if key in fields} | {"num_hidden_layers": num_layers}
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device(DEVICE):  # billions of random numbers
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
+    return path

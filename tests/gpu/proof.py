@@ -1,41 +1,60 @@
-"""Turns the reports of the suite's cases into a table, a file and an exit code. Independent of GPUs."""
+"""The cases of the proof and what became of them: table, file, exit code. Independent of GPUs.
+
+```
+session.py, a process    case begins ─► case ends, with its verdict ─┐   one after the other
+slices.py                ends a process that exceeds a limit ────────┴─► a line, and the file ─► the table
+```
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import pytest
 from rich.console import Console
 from rich.table import Table
 
 from async_rl.errors import EnvironmentNotReady
+from async_rl.runtime.files import replace_file
 
 _OWN_OVERHEAD_GIB = 2.5
 """Memory that a process may hold outside torch's allocator: the CUDA context, kernels, buffers of NCCL."""
 
-Verdict = Literal["held", "failed", "did not run", "needs more GPUs"]
+Verdict = Literal[
+    "held", "rehearsed", "failed", "did not run", "no time left", "not rehearsed", "needs more GPUs"
+]
 
 _STYLES: dict[Verdict, str] = {
     "held": "green",
+    "rehearsed": "green",
     "failed": "bold red",
     "did not run": "red",
+    "no time left": "yellow",
+    "not rehearsed": "dim",
     "needs more GPUs": "dim",
 }
+_DONE: tuple[Verdict, ...] = ("held", "rehearsed", "not rehearsed")
+"""What is not run again."""
+
+NEEDS = ("trainer", "engine", "ray", "two-gpus")
 
 
 @dataclass
 class Case:
     """One test of the suite and its measurements."""
 
-    name: str
+    node: str
+    """pytest's id."""
     title: str
     """The claim that the case proves, in a sentence."""
-    num_gpus: int = 1
+    needs: list[str]
+    longest_s: float
+    """It is ended when it takes longer, and not begun when less is left."""
+    value: float
+    """Of what can run, the most valuable case runs first."""
     verdict: Verdict = "did not run"
     seconds: float = 0.0
     figures: dict[str, str] = field(default_factory=dict)
@@ -43,60 +62,22 @@ class Case:
     why: str = ""
     """The reason, for a case that did not pass."""
 
+    @property
+    def name(self) -> str:
+        """The test's name."""
+        return self.node.rpartition("::")[2]
 
-class Recorder:
-    """A pytest plugin that records the result of each case, in order."""
+    @property
+    def is_done(self) -> bool:
+        """Whether it is not run again."""
+        return self.verdict in _DONE
 
-    def __init__(self, num_gpus: int) -> None:
-        self.cases: dict[str, Case] = {}
-        self._num_gpus = num_gpus
-
-    def pytest_itemcollected(self, item: pytest.Item) -> None:
-        mark = item.get_closest_marker("gpus")
-        needed = mark.args[0] if mark is not None else 1
-        text = getattr(getattr(item, "function", None), "__doc__", None) or item.name
-        case = Case(item.name, " ".join(text.split("\n\n")[0].split()), needed)
-        if needed > self._num_gpus:
-            case.verdict = "needs more GPUs"
-        self.cases[item.nodeid] = case
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Records a file that cannot be imported as a failed case: its tests are missing from the table."""
-        if report.failed:
-            name = Path(report.nodeid).name
-            self.cases[report.nodeid] = Case(
-                name, "The file's cases can be collected.", verdict="failed", why=_reason(report.longrepr)
-            )
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        case = self.cases[report.nodeid]
-        case.seconds += report.duration
-        case.figures |= {name: str(value) for name, value in report.user_properties}
-        if case.verdict == "needs more GPUs":
-            return
-        if report.failed:
-            case.verdict, case.why = "failed", _reason(report.longrepr)
-        elif report.skipped:
-            case.why = _reason(report.longrepr)
-        elif report.when == "call":
-            case.verdict = "held"
-
-
-def _reason(text: Any) -> str:
-    """Return the last line of pytest's report, which is the error itself."""
-    words = text[2] if isinstance(text, tuple) else str(getattr(text, "reprcrash", text) or text)
-    return str(words).strip().splitlines()[-1][:300]
-
-
-def absent(names: Sequence[str]) -> list[str]:
-    """Return those of some distributions that are not installed."""
-    missing = []
-    for name in names:
-        try:
-            importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    return missing
+    def line(self) -> str:
+        """Return what is printed when it has ended."""
+        said = [f"{name} {figure}" for name, figure in self.figures.items()]
+        if self.verdict != "rehearsed":
+            said.append(self.why)
+        return " | ".join([f"{self.verdict:<13} {self.seconds:6.1f} s  {self.name}", *filter(None, said)])
 
 
 def check_idle(in_use: int, own: int) -> None:
@@ -118,10 +99,10 @@ def check_idle(in_use: int, own: int) -> None:
         )
 
 
-def exit_code(cases: Sequence[Case]) -> int:
-    """Return 0 only if every case for which there are enough GPUs passed, and there was at least one."""
-    wanted = [case for case in cases if case.verdict != "needs more GPUs"]
-    return 0 if wanted and all(case.verdict == "held" for case in wanted) else 1
+def exit_code(cases: Collection[Case], needs: Collection[str] = NEEDS) -> int:
+    """Return 0 only if every case of these needs that has enough GPUs has passed, and there is one."""
+    wanted = [case for case in cases if case.verdict != "needs more GPUs" and set(case.needs) <= set(needs)]
+    return 0 if wanted and all(case.is_done for case in wanted) else 1
 
 
 def show(cases: Sequence[Case], machine: str, console: Console) -> None:
@@ -129,22 +110,31 @@ def show(cases: Sequence[Case], machine: str, console: Console) -> None:
     table = Table("case", "what was measured", "figure", "verdict", title=machine, show_lines=True)
     for case in cases:
         table.add_row(
-            f"{case.title}\n[dim]{case.name}, {case.seconds:.1f} s[/dim]",
+            f"{case.title}\n[dim]{case.name}, {case.seconds:.1f} of {case.longest_s:.0f} s[/dim]",
             "\n".join(case.figures),
             "\n".join(case.figures.values()),
             f"[{_STYLES[case.verdict]}]{case.verdict}[/]",
         )
     console.print(table)
     for case in cases:
-        if case.why and case.verdict in ("failed", "did not run"):
+        if case.verdict in ("failed", "did not run", "not rehearsed"):
             console.print(f"{case.name} {case.verdict}: {case.why}", markup=False)
-    held = sum(case.verdict == "held" for case in cases)
-    more = sum(case.verdict == "needs more GPUs" for case in cases)
-    left = f"; {more} need more GPUs than there are here" if more else ""
-    console.print(f"{held} of {len(cases) - more} cases held{left}")
+    counts = {verdict: sum(case.verdict == verdict for case in cases) for verdict in _STYLES}
+    console.print(f"{len(cases)} cases: " + ", ".join(f"{n} {word}" for word, n in counts.items() if n))
 
 
-def write(cases: Sequence[Case], machine: dict[str, str], path: Path) -> None:
-    """Write the same results as JSON."""
-    document = {"machine": machine, "cases": [asdict(case) for case in cases], "exit_code": exit_code(cases)}
-    path.write_text(json.dumps(document, indent=2) + "\n")
+def write(cases: Collection[Case], machine: dict[str, str], code: dict[str, str], path: Path) -> None:
+    """Write the same as JSON, so that a reader finds a whole file at any time."""
+    document = {"machine": machine, "code": code, "cases": [asdict(case) for case in cases]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (json.dumps(document, indent=2) + "\n").encode())
+
+
+def read(machine: dict[str, str], code: dict[str, str], path: Path) -> dict[str, Case]:
+    """Return the cases of such a file, by id; none if it is of another kind of machine or of other code."""
+    if not path.exists():
+        return {}
+    document = json.loads(path.read_text())
+    if document["machine"] != machine or document["code"]["digest"] != code["digest"]:
+        return {}
+    return {each["node"]: Case(**each) for each in document["cases"]}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ import torch
 
 from benchmarks.logits_memory import LogProbs, plain_log_probs
 from benchmarks.logits_memory import measure as log_probs_at
+from tests.gpu import device
 from tests.gpu.models import build
 from tests.support.train_batches import random_batch
 from tests.support.trainers import (
     log_probs_of,
     native_rows,
     started,
-    take_layers_of_transformer_engine,
     trainer_config,
 )
 from trainer.losses.log_probs import vocab_parallel_log_probs
@@ -28,7 +27,10 @@ from trainer.megatron.lora import adapted_weights
 from trainer.megatron.sliced_adam import step_in_slices
 from trainer.worker import TrainerWorker
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+pytestmark = [
+    pytest.mark.proof(needs="trainer", seconds=60, value=30),
+    pytest.mark.filterwarnings("ignore:::megatron"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -40,17 +42,16 @@ def batch_of(seed: int = 0, **fields):
     return random_batch(seed, layers=4, experts=16, vocab_size=512, **fields)
 
 
+@pytest.mark.proof(value=39)
 def test_fused_layers_agree_with_plain_ones(model: Path, measure, monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerEngine's layers give the log-probs and gradients of Megatron's own."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        pytest.fail("TransformerEngine is not installed: see requirements/gpu.txt")
     batch, found = batch_of(), {}
     for fused in (True, False):
-        take_layers_of_transformer_engine(monkeypatch, fused)
+        expected = device.take_layers(monkeypatch, fused)
         with started(trainer_config(model, dtype="bfloat16")) as worker:
             layer = worker.model.chunks[0].module
             names = {type(module).__module__.split(".")[0] for module in layer.modules()}
-            assert ("transformer_engine" in names) == fused
+            assert ("transformer_engine" in names) == expected
             found[fused] = log_probs_of(worker, batch), worker.train_on(batch, 1).metrics["grad_norm"]
     mask = batch.loss_mask[1:]
     difference = np.abs(found[True][0] - found[False][0])[:-1][mask]
@@ -80,19 +81,20 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
 """Settings of the trainer, and how far gradient norms may be apart."""
 
 
+@pytest.mark.proof(value=45)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_steps_are_the_same_with_settings_of_megatron(model: Path, measure, name: str) -> None:
     """Steps with `trainer.megatron` and `recompute: offload` have the gradient norms of plain steps."""
     settings, tolerance = SETTINGS[name]
     found = []
     for trainer in ({}, settings):
-        torch.cuda.reset_peak_memory_stats()
-        with started(trainer_config(model, dtype="bfloat16", **trainer)) as worker:
+        config = device.fitted(trainer_config(model, dtype="bfloat16", **trainer))
+        with device.peak_bytes() as peak_so_far, started(config) as worker:
             norms = [worker.train_on(batch_of(step), step).metrics["grad_norm"] for step in (1, 2, 3)]
-        found.append((norms, torch.cuda.max_memory_allocated()))
+            found.append((norms, peak_so_far()))
     (plain, before), (norms, peak) = found
     measure(f"{name}: gradient norm of the 3rd step", norms[2] / plain[2], "(ratio)")
-    measure(f"{name}: peak", peak / before, "(ratio)")
+    measure(f"{name}: peak", peak / before, "(ratio of memory)")
     assert norms == pytest.approx(plain, rel=tolerance)
 
 
@@ -232,8 +234,10 @@ def test_log_probs_on_the_gpu_are_those_of_hugging_face_on_the_host(model: Path,
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probs_take_no_memory_for_the_vocabulary(measure, entropy: bool) -> None:
     """Log-probs of 32k tokens take the memory of 2k and of their hidden states, in the plain way's time."""
+    at = device.sized(2048, 64), device.DEVICE, device.sized(5, 1)
     few, middle, many = (
-        log_probs_at(151_936, tokens, 2048, "cuda", 5, entropy=entropy) for tokens in (2048, 16_384, 32_768)
+        log_probs_at(device.sized(151_936, 4096), device.sized(tokens, tokens // 64), *at, entropy=entropy)
+        for tokens in (2048, 16_384, 32_768)
     )
     for name, row in (("2k", few), ("16k", middle), ("32k", many)):
         measure(f"peak, {name} tokens", row.peak_bytes / 2**30, "GiB")
@@ -241,8 +245,9 @@ def test_log_probs_take_no_memory_for_the_vocabulary(measure, entropy: bool) -> 
     assert middle.plain_peak_bytes is not None
     assert middle.ratio_time is not None
     measure("peak of the plain way, 16k tokens", middle.plain_peak_bytes / 2**30, "GiB")
-    measure("time against the plain way, 16k tokens", middle.ratio_time, "(ratio)")
+    measure("time against the plain way, 16k tokens", middle.ratio_time, "(ratio of time)")
     grown, of_hidden = many.peak_bytes - few.peak_bytes, many.hidden_bytes - few.hidden_bytes
+    device.end_rehearsal()
     assert grown < 1.1 * of_hidden
     assert middle.ratio_time < 1.4
 
@@ -251,8 +256,10 @@ def test_log_probs_take_no_memory_for_the_vocabulary(measure, entropy: bool) -> 
 def test_gradients_of_log_probs_are_those_of_the_plain_way(measure, dtype: torch.dtype) -> None:
     """Log-probs, entropies and their gradients are as near to float64 as those of autograd's softmax."""
     torch.manual_seed(0)
-    hidden, weight = (torch.randn(n, 256, device="cuda") * 0.3 for n in (1000, 151_936))
-    labels, upstream = torch.randint(0, 151_936, (1000,), device="cuda"), torch.randn(1000, 2, device="cuda")
+    rows, vocabulary = device.sized((1000, 151_936), (100, 4096))
+    with torch.device(device.DEVICE):
+        hidden, weight = (torch.randn(n, 256) * 0.3 for n in (rows, vocabulary))
+        labels, upstream = torch.randint(0, vocabulary, (rows,)), torch.randn(rows, 2)
 
     def results(function: LogProbs, *inputs: torch.Tensor) -> list[torch.Tensor]:
         given = [tensor.clone().requires_grad_() for tensor in inputs]

@@ -9,11 +9,11 @@ import pytest
 from async_rl.engines.model_facts import load_facts
 from benchmarks import routing_replay as replaying
 from benchmarks.real_parts import Mismatch, make_batch, random_prompts
+from tests.gpu.device import sized
 from tests.gpu.models import build, serving
 
 pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.megatron,
+    pytest.mark.proof(needs="trainer engine", seconds=240, value=70),
     pytest.mark.filterwarnings("ignore:::megatron"),
 ]
 
@@ -22,7 +22,7 @@ async def test_replay_brings_the_trainer_nearer_to_the_engine(tmp_path: Path, me
     """With the engine's experts replayed, the trainer's log-probs are closer to the engine's."""
     model = build(tmp_path / "model")
     async with serving(model, tmp_path) as engine:
-        answers = await replaying.sample(engine, random_prompts(32, seed=0), 48)
+        answers = await replaying.sample(engine, random_prompts(sized(32, 16), seed=0), sized(48, 24))
     batch = make_batch(answers, 0, load_facts(model))
     differences = replaying.differences(model, batch, "bfloat16", ("off", "r3", "rows+1"))
     found = {name: Mismatch.of(values) for name, values in differences.items()}

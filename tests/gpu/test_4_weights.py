@@ -20,12 +20,13 @@ from async_rl.engines.sglang.server import free_port
 from async_rl.errors import WeightSyncError
 from async_rl.weights.broadcast import WeightGroup, send_buckets
 from async_rl.weights.buckets import fill_buckets, largest_of, plan_buckets, spec_of
+from tests.gpu import device
 from tests.gpu.models import build, serving
 from tests.support.engine_calls import call
 from trainer.megatron.weight_owners import assign_owners
 from trainer.weights.weight_export import WeightExport
 
-pytestmark = pytest.mark.sglang
+pytestmark = pytest.mark.proof(needs="trainer engine", seconds=300)
 PROMPT = list(range(40, 72))
 BUCKET_BYTES = 16 << 20
 
@@ -35,18 +36,20 @@ def on_device(model: Path) -> list[tuple[str, torch.Tensor]]:
     from safetensors.torch import load_file
 
     tensors = sorted(load_file(model / "model.safetensors").items())
-    return [(name, tensor.bfloat16().cuda()) for name, tensor in tensors]
+    return [(name, tensor.bfloat16().to(device.DEVICE)) for name, tensor in tensors]
 
 
 def size_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> int:
     return sum(tensor.nbytes for _, tensor in tensors)
 
 
+@pytest.mark.proof(value=42)
 async def test_an_engine_takes_weights_through_shared_memory(tmp_path: Path, measure) -> None:
     """Weights sent through shared memory give an engine the answers of one started with them."""
     await take_shared_weights(tmp_path, measure, shares_device=False)
 
 
+@pytest.mark.proof(value=72)
 async def test_an_engine_takes_weights_by_handles_on_a_shared_gpu(tmp_path: Path, measure) -> None:
     """Weights that stay on a shared GPU give an engine, which has memory for nothing else, the same answers.
 
@@ -63,10 +66,10 @@ async def take_shared_weights(tmp_path: Path, measure, *, shares_device: bool) -
     export = WeightExport(
         *[lambda: iter(tensors)] * 3,
         0,
-        torch.device("cuda"),
+        torch.device(device.DEVICE),
         owners=lambda: assign_owners([(0, [spec_of(*each) for each in tensors])], (0,)),
         group_timeout_s=60,
-        shares_device=shares_device,
+        shares_device=shares_device and device.ON_GPU,  # as the trainer has it
     )
     buckets, held = export.plan_buckets(BUCKET_BYTES), torch.cuda.memory_allocated()
 
@@ -93,8 +96,10 @@ async def take_shared_weights(tmp_path: Path, measure, *, shares_device: bool) -
     assert found.token_ids == expected.token_ids
 
 
+@pytest.mark.proof(needs="trainer", value=58, seconds=120)
 def test_a_first_broadcast_ends_when_a_member_does_not_come(measure) -> None:
     """A sender whose receiver died after it had joined stops waiting when told to; its GPU computes on."""
+    device.cannot_rehearse("Gloo has no communicator to wait for")
     where: dict[str, Any] = {"host": "127.0.0.1", "port": free_port("127.0.0.1"), "world_size": 2}
     invite = GroupInvite(group_name="first", backend="nccl", rank_offset=1, **where)
     data = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
@@ -115,7 +120,7 @@ def test_a_first_broadcast_ends_when_a_member_does_not_come(measure) -> None:
     assert int((data + 1).sum()) == 1 << 20
 
 
-@pytest.mark.gpus(2)
+@pytest.mark.proof(needs="engine two-gpus", value=43)
 async def test_an_engine_takes_weights_over_nccl(
     tmp_path: Path, measure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,13 +128,14 @@ async def test_an_engine_takes_weights_over_nccl(
     old, new = build(tmp_path / "old", seed=0), build(tmp_path / "new", seed=1)
     async with serving(new, tmp_path) as engine:
         expected = await call(engine, PROMPT, 32)
-    torch.cuda.set_device(1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    if device.ON_GPU:
+        torch.cuda.set_device(1)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     tensors = on_device(new)
     buckets = plan_buckets([spec_of(name, tensor) for name, tensor in tensors], BUCKET_BYTES)
     invite = GroupInvite(
         group_name="proof",
-        backend="nccl",
+        backend=device.BACKEND,
         host="127.0.0.1",
         port=free_port("127.0.0.1"),
         world_size=2,
@@ -142,7 +148,9 @@ async def test_an_engine_takes_weights_over_nccl(
         update = DistributedUpdate(
             weight_version=1, group_name="proof", buckets=tuple(WeightBucket(0, each) for each in buckets)
         )
-        buffers = [torch.empty(largest_of(buckets), dtype=torch.uint8, device="cuda") for _ in range(2)]
+        buffers = [
+            torch.empty(largest_of(buckets), dtype=torch.uint8, device=device.DEVICE) for _ in range(2)
+        ]
         begin = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             group.create_task(engine.update_weights(update, flush=True))

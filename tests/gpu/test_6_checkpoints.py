@@ -14,13 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.gpu import device
 from tests.gpu.models import build
 from tests.support.layer_specs import stored_tensors
 from tests.support.tiny_model import build_tiny_deepseek_v3, build_tiny_dense, build_tiny_glm4_moe
 from tests.support.train_batches import random_batch
-from tests.support.trainers import started, take_layers_of_transformer_engine, trainer_config, weights
+from tests.support.trainers import started, trainer_config, weights
 
-pytestmark = [pytest.mark.megatron, pytest.mark.filterwarnings("ignore:::megatron")]
+pytestmark = [
+    pytest.mark.proof(needs="trainer", seconds=120, value=35),
+    pytest.mark.filterwarnings("ignore:::megatron"),
+]
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "qwen3_moe": partial(build, num_layers=2),
@@ -60,7 +64,7 @@ def test_a_checkpoint_of_the_gpu_is_exported_without_it_and_read_by_other_layers
     batches = [random_batch(seed, layers=2, routing=False) for seed in range(2)]
     stored, norms = {}, {}
     for name, fused, source in (("first", True, None), ("plain", False, "first"), ("fused", True, "plain")):
-        take_layers_of_transformer_engine(monkeypatch, fused)
+        fused = device.take_layers(monkeypatch, fused)
         with started(config, source and tmp_path / source) as worker:
             layers = {type(module).__name__ for module in worker.model.chunks[0].modules()}
             assert ("TELayerNormColumnParallelLinear" in layers) == fused

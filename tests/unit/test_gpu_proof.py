@@ -12,12 +12,27 @@ import pytest
 from rich.console import Console
 
 from tests.gpu.__main__ import main
-from tests.gpu.proof import Case, Recorder, exit_code, show, write
+from tests.gpu.proof import NEEDS, Case, exit_code, read, show, write
+from tests.gpu.slices import Slice
 
 ROOT = Path(__file__).parents[2]
 SUITE = '''
+import os, signal, time
+from pathlib import Path
 import pytest
 
+pytestmark = pytest.mark.proof(needs="trainer", seconds=60)
+
+@pytest.fixture(autouse=True)
+def noted(request):
+    with Path(__file__).with_name("ran").open("a") as file:
+        file.write(request.node.name + "\\n")
+
+@pytest.mark.proof(value=1)
+def test_it_comes_last():
+    """A thing of little value."""
+
+@pytest.mark.proof(value=9)
 def test_it_holds(record_property):
     """What it proves.
 
@@ -25,64 +40,169 @@ def test_it_holds(record_property):
     """
     record_property("speed", "3 GiB/s")
 
+@pytest.mark.proof(value=8)
 def test_it_breaks():
     """A thing that is not so."""
     assert 1 + 1 == 3
 
+@pytest.mark.proof(value=7)
+def test_it_ends_its_process():
+    """A crash of a library."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+@pytest.mark.proof(value=6, seconds=0.5)
+def test_it_hangs():
+    """A kernel that does not end."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGINT])
+    time.sleep(1000)
+
+@pytest.mark.proof(value=5)
 def test_it_is_left_out():
     """A case that was not run."""
     pytest.skip("no such kernel")
 
-@pytest.mark.gpus(2)
-@pytest.mark.skip(reason="needs 2 CUDA devices")
+@pytest.mark.proof(value=4, seconds=10_000)
+def test_it_is_long():
+    """A case that takes hours."""
+
+@pytest.mark.proof(value=3, needs="trainer engine")
+def test_it_needs_an_engine():
+    """A case with an engine."""
+
+@pytest.mark.skip(reason="needs more GPUs: 2, torch sees 1")
+@pytest.mark.proof(value=2, needs="trainer two-gpus")
 def test_it_needs_two():
     """A thing between two devices."""
 '''
+VERDICTS = {
+    "test_it_holds": "held",
+    "test_it_breaks": "failed",
+    "test_it_ends_its_process": "failed",
+    "test_it_hangs": "failed",
+    "test_it_is_left_out": "did not run",
+    "test_it_is_long": "no time left",
+    "test_it_needs_an_engine": "did not run",
+    "test_it_needs_two": "needs more GPUs",
+    "test_it_comes_last": "held",
+    "test_unimportable.py": "failed",
+}
+RAN = [name for name, verdict in VERDICTS.items() if name.startswith("test_it_")]
+MACHINE, CODE = {"GPU": "H100"}, {"commit": "abc", "digest": "123"}
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A folder with stand-ins for cases."""
+    (folder := tmp_path / "suite").mkdir()
+    (folder / "test_suite.py").write_text(SUITE)
+    (folder / "test_unimportable.py").write_text("raise RuntimeError('no such library')\n")
+    return folder
+
+
+def slice_of(folder: Path, **settings) -> Slice:
+    config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "-p", "no:cacheprovider"]
+    needs = ["trainer", "two-gpus"]
+    return Slice([*config, str(folder)], folder / "log", **({"needs": needs, "grace_s": 0.5} | settings))
+
+
+def names_that_ran(folder: Path) -> list[str]:
+    ran = (folder / "ran").read_text().split()
+    (folder / "ran").write_text("")
+    return ran
 
 
 @pytest.mark.real
-def test_each_case_has_a_verdict_and_what_it_measured_when_a_suite_was_run(tmp_path: Path) -> None:
-    folder = tmp_path / "suite"
-    folder.mkdir()
-    (folder / "test_suite.py").write_text(SUITE)
-    (folder / "test_unimportable.py").write_text("raise RuntimeError('no such library')\n")
-    recorder = Recorder(num_gpus=1)
-    config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "--continue-on-collection-errors"]
-    pytest.main(["-q", "-p", "no:cacheprovider", *config, str(folder)], [recorder])
-    cases = list(recorder.cases.values())
-    assert {case.name: case.verdict for case in cases} == {
-        "test_it_holds": "held",
-        "test_it_breaks": "failed",
-        "test_it_is_left_out": "did not run",
-        "test_it_needs_two": "needs more GPUs",
-        "test_unimportable.py": "failed",
-    }
-    by_name = {case.name: case for case in cases}
-    held, broken, left_out = (by_name[f"test_it_{what}"] for what in ("holds", "breaks", "is_left_out"))
+def test_each_case_has_a_verdict_when_others_fail_crash_hang_or_take_too_long(suite: Path) -> None:
+    path, written = suite / "proof.json", []
+
+    def note(case: Case) -> None:
+        write(part.cases.values(), MACHINE, CODE, path)
+        cases = json.loads(path.read_text())["cases"]
+        written.append((case.name, sum(each["verdict"] != "did not run" for each in cases)))
+
+    part = slice_of(suite, minutes=60, ended=note)
+    part.run()
+    cases = {case.name: case for case in part.cases.values()}
+    assert {name: case.verdict for name, case in cases.items()} == VERDICTS
+    assert names_that_ran(suite) == [
+        *RAN[:5],  # the fixture sees the case that is left out, too
+        "test_it_comes_last",
+    ]
+    assert [name for name, _ in written] == [
+        "test_unimportable.py",
+        *[name for name in RAN if name != "test_it_needs_an_engine"],
+    ]
+    assert [count for _, count in written] == sorted(count for _, count in written)
+    held = cases["test_it_holds"]
     assert (held.title, held.figures) == ("What it proves.", {"speed": "3 GiB/s"})
-    assert "1 + 1" in broken.why
-    assert "no such kernel" in left_out.why
-    assert "no such library" in by_name["test_unimportable.py"].why
+    for name, words in {
+        "test_it_breaks": "1 + 1",
+        "test_it_ends_its_process": "ended with code -9",
+        "test_it_hangs": "did not end within 0.5 s",
+        "test_it_is_left_out": "no such kernel",
+        "test_it_needs_an_engine": "NEEDS leaves out engine",
+        "test_unimportable.py": "no such library",
+    }.items():
+        assert words in cases[name].why
+        assert words in cases[name].line() or name == "test_it_needs_an_engine"
     text = StringIO()
-    show(cases, "a machine", Console(file=text, width=160))
-    for words in ("What it proves.", "3 GiB/s", "needs more GPUs", "1 of 4 cases held", "no such kernel"):
+    show(list(cases.values()), "a machine", Console(file=text, width=160))
+    for words in ("What it proves.", "3 GiB/s", "needs more GPUs", "2 held", "no such kernel"):
         assert words in text.getvalue()
-    write(cases, {"GPU": "none"}, tmp_path / "proof.json")
-    assert json.loads((tmp_path / "proof.json").read_text())["exit_code"] == 1
+
+
+@pytest.mark.real
+def test_what_has_held_is_not_run_again_at_the_same_code_on_the_same_machine(suite: Path) -> None:
+    (suite / "test_unimportable.py").unlink()
+    path = suite / "proof.json"
+    first = slice_of(suite)
+    first.suite = [*first.suite, "-k", "holds or breaks or last"]
+    first.run()
+    write(first.cases.values(), MACHINE, CODE, path)
+    assert names_that_ran(suite) == ["test_it_holds", "test_it_breaks", "test_it_comes_last"]
+    again = slice_of(suite, cases=read(MACHINE, CODE, path))
+    again.suite = first.suite
+    again.run()
+    assert names_that_ran(suite) == ["test_it_breaks"]
+    assert {case.name: case.figures for case in again.cases.values()} == {
+        "test_it_holds": {"speed": "3 GiB/s"},
+        "test_it_breaks": {},
+        "test_it_comes_last": {},
+    }
+    assert read(MACHINE | {"GPU": "A100"}, CODE, path) == {}
+    assert read(MACHINE, CODE | {"digest": "456"}, path) == {}
+    assert read(MACHINE, CODE, suite / "none.json") == {}
+
+
+@pytest.mark.real
+def test_a_rehearsal_runs_cases_without_a_gpu_and_says_so(suite: Path) -> None:
+    (suite / "test_unimportable.py").unlink()
+    part = slice_of(suite, rehearse=True)
+    part.suite = [*part.suite, "-k", "holds or needs_two"]
+    part.run()
+    assert {case.name: case.verdict for case in part.cases.values()} == {
+        "test_it_holds": "rehearsed",
+        "test_it_needs_two": "needs more GPUs",
+    }
 
 
 @pytest.mark.parametrize(
     ("verdicts", "code"),
     [
         (("held", "needs more GPUs"), 0),
+        (("held", "rehearsed", "not rehearsed"), 0),
         (("held", "failed"), 1),
         (("held", "did not run"), 1),
+        (("held", "no time left"), 1),
         (("needs more GPUs",), 1),
         ((), 1),
     ],
 )
 def test_the_exit_code_is_0_only_when_every_case_that_could_run_held(verdicts, code: int) -> None:
-    assert exit_code([Case("a", "A.", verdict=verdict) for verdict in verdicts]) == code
+    cases = [Case("a", "A.", ["trainer"], 1, 1, verdict=verdict) for verdict in verdicts]
+    assert exit_code(cases) == code
+    assert exit_code([*cases, Case("b", "B.", ["engine"], 1, 1)], ["trainer"]) == code
+    assert exit_code([*cases, Case("b", "B.", ["engine"], 1, 1)], NEEDS) == 1
 
 
 @pytest.mark.real
