@@ -9,6 +9,7 @@ import argparse
 import multiprocessing
 import signal
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -25,7 +26,7 @@ _WIDTH = 160
 
 def main() -> int:
     """Run the command and return its exit code."""
-    options = parse_options()
+    options, begin_s = parse_options(), time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the process that runs the cases, too
     try:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -53,6 +54,7 @@ def main() -> int:
         minutes=options.minutes,
         needs=options.needs,
         rehearse=options.rehearse,
+        begin_s=begin_s,
         cases={} if options.fresh else read(machine, code, path),
         ended=note,
     )

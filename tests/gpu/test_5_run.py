@@ -57,7 +57,8 @@ def test_a_run_trains_on_one_gpu_in_turns(
     command = [sys.executable, "-m", "async_rl.cli.main", "train", "examples/calculator/config.yaml"]
     command += [f"{key}={value}" for key, value in overrides.items()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
     lines = (calculator / "runs" / name / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
 

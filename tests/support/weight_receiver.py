@@ -33,6 +33,7 @@ from async_rl.engine_protocol import (
     WeightUpdate,
     group_of,
 )
+from async_rl.engines.group_liveness import blocking_waits
 from async_rl.engines.sglang.abortable_groups import GroupMember, receive
 from async_rl.errors import EngineError, WeightsNotReceived, WeightSyncError
 
@@ -83,6 +84,7 @@ class ReceivingEngine:
             port=invite.port,
             rank=invite.rank_offset,
             world_size=invite.world_size,
+            backend=invite.backend,
         )
         if answer["error"]:
             raise WeightSyncError(f"{self.engine_id}: {answer['error']}")
@@ -187,31 +189,34 @@ def main(arguments: Sequence[str]) -> None:
     """
     fault, when, at = arguments or ("", "", "-1")
     members: dict[str, tuple[Any, GroupMember]] = {}
-    rate = 0.0
+    rate, device = 0.0, "cpu"
 
     def strike() -> None:
         os.kill(os.getpid(), getattr(signal, fault))
 
-    def join(*, name: str, host: str, port: int, rank: int, world_size: int) -> None:
+    def join(*, name: str, host: str, port: int, rank: int, world_size: int, backend: str) -> None:
         """As `sglang.srt.utils.init_custom_process_group`."""
+        nonlocal device
+        device = "cuda" if backend == "nccl" else "cpu"
         timeout, before = timedelta(minutes=30), open_sockets()
         store, _, _ = next(dist.rendezvous(f"tcp://{host}:{port}", rank, world_size, timeout=timeout))
-        group, _ = c10d._new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            c10d.Backend("gloo"),
-            c10d.PrefixStore(name, store),
-            group_name=c10d.GroupName(name),
-            timeout=timeout,
-        )
+        with blocking_waits():
+            group, _ = c10d._new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                c10d.Backend(backend),
+                c10d.PrefixStore(name, store),
+                group_name=c10d.GroupName(name),
+                timeout=timeout,
+            )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         members[name] = group, GroupMember(group, rank)
         if rate:
             pace(set(open_sockets()) - set(before), rate)
 
     def take(*, names: list[str], sizes: list[int], number: int, in_parts: bool) -> str:
-        data = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        data = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         if number == int(at) and when == "before":
             strike()
         if number == int(at) and when == "during":
@@ -222,7 +227,7 @@ def main(arguments: Sequence[str]) -> None:
             for name in names:
                 del members[name]
             raise
-        digest = "".join(hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in data)
+        digest = "".join(hashlib.sha256(each.cpu().numpy().tobytes()).hexdigest() for each in data)
         if number == int(at) and when == "between":
             strike()
         return digest

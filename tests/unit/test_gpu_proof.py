@@ -207,6 +207,20 @@ def test_the_exit_code_is_0_only_when_every_case_that_could_run_held(verdicts, c
 
 @pytest.mark.real
 @pytest.mark.megatron
+def test_the_page_has_all_cases_in_the_order_of_their_value(tmp_path: Path) -> None:
+    part = Slice(["--collect-only", str(ROOT / "tests" / "gpu")], tmp_path / "log")
+    part.run()
+    rows: dict[str, str] = {}
+    for case in part.cases.values():
+        name = case.name.partition("[")[0]
+        rows.setdefault(name, f"| `{name}` | {', '.join(case.needs)} | {case.longest_s:.0f} s |")
+    page = (ROOT / "docs" / "guide" / "gpu-recipes.md").read_text(encoding="utf-8").splitlines()
+    found = [line for line in page if line.startswith("| `test_")]
+    assert [line[: len(row)] for line, row in zip(found, rows.values(), strict=True)] == list(rows.values())
+
+
+@pytest.mark.real
+@pytest.mark.megatron
 def test_megatron_is_imported_without_warnings_when_transformer_engine_is_there() -> None:
     code = (
         "from importlib import util; real = util.find_spec\n"
