@@ -20,6 +20,7 @@ from async_rl.config import parse_config
 from benchmarks.logits_memory import PeakBytes
 from tests.gpu.proof import check_idle
 from tests.gpu.session import NOT_REHEARSED, REHEARSED
+from tests.support.fused_adam import fused_adam as emulated_adam
 from tests.support.memory_saver import FakeMemorySaver
 from tests.support.trainers import take_layers_of_transformer_engine
 from trainer import passthrough
@@ -85,6 +86,15 @@ def fitted(config: dict[str, Any]) -> dict[str, Any]:
         passed["recompute_modules"] = [each for each in modules if each != "moe_act"]
     found = config | {"trainer": config["trainer"] | {"megatron": passed, "device": DEVICE}}
     return found | {"engine": config.get("engine", {}) | {"device": DEVICE}}
+
+
+def fused_adam(patch: pytest.MonkeyPatch) -> Any:
+    """Return TransformerEngine's Adam, on a CPU with its kernel in torch."""
+    if not ON_GPU:
+        return emulated_adam(patch)
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    return FusedAdam
 
 
 def saver(patch: pytest.MonkeyPatch) -> MemorySaver:
