@@ -1,6 +1,7 @@
 """Imports every package that a run on a GPU needs, and runs one kernel of each that has any.
 
-`make setup-gpu` ends with it. Exit code 1: something cannot be imported or computed; the message names it.
+`make setup-gpu` ends with it; with `--only-imports` no kernel runs. Exit code 1: something cannot be imported
+or computed; the message names it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ KERNELS: dict[str, Callable[[], None]] = {"torch": multiply, "transformer_engine
 def main() -> int:
     """Run the checks and return the exit code."""
     failures = import_packages()
-    for name, kernel in {} if failures else KERNELS.items():
+    for name, kernel in {} if failures or "--only-imports" in sys.argv else KERNELS.items():
         try:
             kernel()
         except Exception as error:
