@@ -8,7 +8,7 @@
 # The machine has that Python, torch and transformers, and nvcc. Needs here: that Python with Python.h, g++, 10 GB of
 # disk beside BUNDLE (BUNDLE.work, which a second run continues), and no GPU.
 #
-#   MAX_JOBS=1   compilers of TransformerEngine's extension at a time: 2 GB and, together, about 50 minutes of a core
+#   MAX_JOBS=1   compilers of TransformerEngine's extension at a time: 2 GB each; an hour on a busy machine
 set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 readonly repository arch=90
@@ -60,8 +60,12 @@ make_A() {
       "${pip[@]}" wheel --no-deps --require-hashes --no-build-isolation -w "$work/wheels" -r "$work/list.txt"
   fi
   fetch "part A" "$work/A" ^transformer-engine-torch
-  "${pip[@]}" install --no-deps --no-build-isolation --no-compile --target "$work/A" \
-    "$work"/wheels/transformer_engine_torch-*.whl "$repository"
+  # Unpacked, because a second call of pip does not add to a package that is in the target.
+  "$python" -m zipfile -e "$work"/wheels/transformer_engine_torch-*.whl "$work/A"
+  # From a copy, because a build leaves files where it runs.
+  rm -rf "$work/source" && mkdir "$work/source"
+  (cd "$repository" && cp -r pyproject.toml README.md LICENSE async_rl agent_loops trainer "$work/source")
+  "${pip[@]}" install --no-deps --no-build-isolation --no-compile --target "$work/A" "$work/source"
 }
 
 make_B() {

@@ -23,7 +23,7 @@ from pathlib import Path
 from scripts.offline_gpu.fatbin import reduce_library
 
 LEFT_OUT = {
-    "A": ["bin", "torch_memory_saver*_cu12.abi3.so"],
+    "A": ["bin", "torch_memory_saver*_cu12.abi3.so", "onnx/backend/test"],
     "B": [
         *("bin/[!n]*", "bin/n[!i]*"),  # ninja compiles kernels; nothing else is run as a program
         "sglang/multimodal_gen",
