@@ -376,7 +376,7 @@ class _Look:
         """
         sending = msgspec.structs.replace(worker.config.weights, transport="distributed", senders=2)
         worker.config = msgspec.structs.replace(worker.config, weights=sending)
-        worker.model.bridge._owners = None  # of one sender
+        worker.model.bridge._owners, worker.model.bridge._num_senders = None, 2  # it was made for one
         plan = worker.plan_buckets(BUCKET_BYTES)
         ports = all_gather_bytes(str(free_port("127.0.0.1")).encode())
         invites = [

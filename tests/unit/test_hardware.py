@@ -168,7 +168,8 @@ def test_a_plan_takes_the_speeds_of_the_hardware_unless_they_are_given(
 
     def planned(*more: str) -> dict[str, Any]:
         assert main(["plan", *words, *more, *quick]) == 0
-        workload: dict[str, Any] = json.loads(capsys.readouterr().out)["workload"]
+        (plan,) = json.loads(capsys.readouterr().out)["plans"]
+        workload: dict[str, Any] = plan["workload"]
         return workload
 
     config = load_config(Path(words[0]), words[1:])
