@@ -11,8 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 
 import httpx
 import openai
@@ -67,11 +66,15 @@ async def strangers(port: int, number: int, *, descriptors: int = 130) -> AsyncI
         await process.wait()
 
 
-@contextmanager
-def few_descriptors(more: int) -> Iterator[None]:
+def few_descriptors(more: int) -> AbstractContextManager[None]:
     """Let this process open few more files, of which so many are left when half of all are connections."""
+    return most_descriptors(2 * (len(os.listdir("/proc/self/fd")) + more))
+
+
+@contextmanager
+def most_descriptors(number: int) -> Iterator[None]:
+    """Let this process have so many open files at most."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    number = 2 * (len(list(Path("/proc/self/fd").iterdir())) + more)
     resource.setrlimit(resource.RLIMIT_NOFILE, (number, limits[1]))
     try:
         yield
@@ -142,8 +145,8 @@ async def test_a_server_that_ends_without_descriptors_logs_a_few_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with metrics_served() as url:
-        # The server has its limit of connections by now, so that fewer descriptors are left than it allows.
-        with few_descriptors(20):
+        # The server has its limit of connections by now, and that is more than there are descriptors for.
+        with most_descriptors(len(os.listdir("/proc/self/fd")) + 60):
             async with strangers(port_of(url), 600, descriptors=0), asyncio.timeout(60):
                 while "out of system resource" not in caplog.text:  # noqa: ASYNC110 (only the log says it)
                     await asyncio.sleep(0.01)
