@@ -47,6 +47,16 @@ class _Loader(yaml.SafeLoader):
             seen[name] = key.start_mark.line + 1
         return node
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        # Own keys come after those that `<<` merges. Where this mapping is merged in turn, PyYAML 6.0.4 takes
+        # the first of two, so that only the last may be left.
+        last = {
+            (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key): (key, value)
+            for key, value in node.value
+        }
+        node.value = list(last.values())
+
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)

@@ -1,13 +1,14 @@
 """TransformerEngine's Adam on a CPU: its own Python, and its CUDA kernel in torch.
 
 `make setup` puts its sources beside the environment (`requirements/sources.txt`), where nothing else finds
-them.
+them; an environment for GPUs has them itself.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-SOURCE = Path(sys.prefix) / "sources/transformer_engine/pytorch/optimizers/fused_adam.py"
+_SOURCES = [Path(sys.prefix) / "sources", Path(sysconfig.get_path("purelib"))]
+_FILES = [folder / "transformer_engine/pytorch/optimizers/fused_adam.py" for folder in _SOURCES]
+SOURCE = next((file for file in _FILES if file.exists()), _FILES[0])
 
 Kernel = Callable[..., None]
 
