@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -46,11 +46,10 @@ async def test_a_server_takes_a_version_although_another_one_fails_in_the_middle
         for tensor in tensors.values():
             tensor.mul_(0.5)
         ranks.before_tensor = strike
-        begin_s = time.monotonic()
-        await world.sync.update_engines(2)
+        async with asyncio.timeout(120):  # a guard; virtual time has how long the others wait
+            await world.sync.update_engines(2)
         assert struck
         assert world.serving() == {"engine-0": 2}
-        assert time.monotonic() - begin_s < 12.0
         assert await engines[0].checksums() == (ranks.exports[0].checksums(),)
         await world.sync.close()
         for engine in engines:

@@ -13,8 +13,8 @@ from async_rl.types import Task
 FATE = "ASYNC_RL_TEST_FATE"
 """Environment variable: a folder in which the deaths and the processes of loops are written down."""
 
-BLOCK_S = 16.0
-"""How long `BlockingLoop` blocks: longer than grants are valid."""
+RELEASED = "released"
+"""The file, in the folder of `FATE`, that ends the block of `BlockingLoop`."""
 
 
 class FatefulLoop:
@@ -40,7 +40,7 @@ class FatefulLoop:
 
 
 class BlockingLoop:
-    """One turn; after the hundredth one a loop blocks the event loop of its process."""
+    """One turn; after the hundredth one a loop blocks the event loop of its process until the test releases it."""
 
     async def run(self, task: Task, session: Session) -> None:
         folder = Path(os.environ[FATE])
@@ -49,7 +49,8 @@ class BlockingLoop:
         (folder / f"answer-{session.trajectory_id}").touch()
         if len(list(folder.glob("answer-*"))) >= 100 and not (folder / "blocked").exists():
             (folder / "blocked").touch()
-            time.sleep(BLOCK_S)  # noqa: ASYNC251 - it shall block the event loop
+            while not (folder / RELEASED).exists():
+                time.sleep(0.05)  # noqa: ASYNC251 - it shall block the event loop
 
 
 def rewarded(task: Task, completion: Any) -> float:

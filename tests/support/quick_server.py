@@ -10,8 +10,6 @@ import argparse
 import asyncio
 import os
 import sys
-import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from async_rl.engines.sglang.server import SGLangServer
 from tests.support.fake_sglang import GOOD_SERVER, event, finish
 
 CALLS = "ASYNC_RL_TEST_CALLS"
-"""Environment variable: a folder in which each server writes down when calls begin and end."""
+"""Environment variable: a folder in which each server writes down the version under which each call begins."""
 
 ADMIN = ("update_weights_from_disk", "update_weight_version", "abort_request", "flush_cache")
 
@@ -36,15 +34,9 @@ class QuickServer(SGLangServer):
         return [sys.executable, "-m", "tests.support.quick_server", *path, *address]
 
 
-def longest_idle_s(folder: Path) -> float:
-    """Return the longest time for which a server had no call after its first one."""
-    idle_s = 0.0
-    for path in folder.glob("calls-*"):
-        changes = [line.split() for line in path.read_text().splitlines()]
-        for (since_s, calls), (until_s, _) in pairwise(changes):
-            if calls == "0":
-                idle_s = max(idle_s, float(until_s) - float(since_s))
-    return idle_s
+def served_versions(folder: Path) -> list[int]:
+    """Return, for each server that has been called, the newest version under which a call of it has begun."""
+    return [max(int(line) for line in path.read_text().split()) for path in sorted(folder.glob("calls-*"))]
 
 
 class Policy:
@@ -54,7 +46,6 @@ class Policy:
         self.version, self.path = "0", model_path
         self._keys = {False: f"Bearer {api_key}", True: f"Bearer {admin_key}"}
         self._aborted: dict[str, asyncio.Event] = {}
-        self._num_calls = 0
 
     async def control(self, request: web.Request) -> web.Response:
         endpoint, text = request.path.strip("/"), await request.text()
@@ -79,7 +70,7 @@ class Policy:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         self._admit(request, False)
         body = await request.json()
-        self._note_calls(+1)
+        self._note_call()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         aborted = self._aborted[body["rid"]] = asyncio.Event()
@@ -94,15 +85,12 @@ class Policy:
             await response.write(b"data: [DONE]\n\n")
         finally:
             del self._aborted[body["rid"]]
-            self._note_calls(-1)
         return response
 
-    def _note_calls(self, change: int) -> None:
-        """Write down when the number of calls changes, if a test asks for it."""
-        self._num_calls += change
+    def _note_call(self) -> None:
         if folder := os.environ.get(CALLS):
             with (Path(folder) / f"calls-{os.getpid()}").open("a") as file:
-                file.write(f"{time.monotonic()} {self._num_calls}\n")
+                file.write(f"{self.version}\n")
 
     def _admit(self, request: web.Request, admin: bool) -> None:
         if request.headers.get("Authorization") != self._keys[admin]:
