@@ -84,15 +84,14 @@ async def test_a_run_goes_on_when_a_rollout_worker_is_killed_in_a_turn(
 
 
 async def release_once_all_serve_again(tmp_path: Path) -> None:
-    """End the block of a worker once each server has served a version from after it began.
+    """End the block of a worker once each server serves a version from after it began.
 
-    Versions go on by one step after another, so that an update which the blocked worker could hold up for as long
-    as it blocks would never come.
+    If updates waited for as long as the worker blocks, this would never come.
     """
-    while not (tmp_path / "fate/blocked").exists():
+    while not (tmp_path / "fate/blocked").exists():  # noqa: ASYNC110 - another process makes it
         await asyncio.sleep(0.05)
     blocked_at = served_versions(tmp_path)
-    while min(served_versions(tmp_path)) <= max(blocked_at) + 1:
+    while min(served_versions(tmp_path)) <= max(blocked_at) + 1:  # noqa: ASYNC110 - likewise
         await asyncio.sleep(0.05)
     (tmp_path / "fate" / RELEASED).touch()
 

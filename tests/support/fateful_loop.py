@@ -40,7 +40,7 @@ class FatefulLoop:
 
 
 class BlockingLoop:
-    """One turn; after the hundredth one a loop blocks the event loop of its process until the test releases it."""
+    """One turn; after the hundredth one a loop blocks its process until the test releases it."""
 
     async def run(self, task: Task, session: Session) -> None:
         folder = Path(os.environ[FATE])

@@ -20,7 +20,7 @@ from async_rl.engines.sglang.server import SGLangServer
 from tests.support.fake_sglang import GOOD_SERVER, event, finish
 
 CALLS = "ASYNC_RL_TEST_CALLS"
-"""Environment variable: a folder in which each server writes down the version under which each call begins."""
+"""Environment variable: a folder in which each server writes down the versions under which calls begin."""
 
 ADMIN = ("update_weights_from_disk", "update_weight_version", "abort_request", "flush_cache")
 
