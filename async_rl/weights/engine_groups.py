@@ -54,7 +54,7 @@ class EngineGroups:
         self._tp_size = tp_size
         self._members: dict[str, tuple[Engine, ...]] = {}
         """By what the names of groups, one per sender, begin with: their engines in the order of ranks."""
-        self._stale: set[str] = set()
+        self._stale: dict[str, None] = {}  # a set in the order in which groups were opened
         """Groups that are not used any more, and closed before the next ones are opened."""
         self._names: dict[str, str] = {}
         """By engine: the groups that it is in."""
@@ -141,10 +141,10 @@ class EngineGroups:
             try:
                 failed = await self._join_all(members, name, blames_all=not can_retry)
             except BaseException:
-                self._stale.add(name)
+                self._stale[name] = None
                 raise
             if failed is None:  # a port may have been taken meanwhile
-                self._stale.add(name)
+                self._stale[name] = None
                 await self._close_stale()
                 continue
             for engine in failed:
@@ -233,17 +233,17 @@ class EngineGroups:
 
     def _retire(self, engine_id: str) -> None:
         self._stale |= {
-            name for name, its in self._members.items() if engine_id in (each.engine_id for each in its)
+            name: None for name, its in self._members.items() if engine_id in (each.engine_id for each in its)
         }
 
     async def close(self) -> None:
         """Leave all groups on both sides: an engine that outlives the run would keep its communicator."""
-        self._stale |= set(self._members)
+        self._stale |= dict.fromkeys(self._members)
         await self._close_stale()
 
     async def _close_stale(self) -> None:
         while self._stale:
-            name = self._stale.pop()
+            name, _ = self._stale.popitem()
             members = [each for each in self._members.pop(name) if self._names.get(each.engine_id) == name]
             await self._leave(members, name)
 

@@ -30,7 +30,7 @@ def test_nothing_is_lost_stale_or_stuck_when_a_seed_decides_what_goes_wrong(star
     assert failed == {}, f"replay: make simulate SEED_START={min(failed)} SEEDS=1"
 
 
-@pytest.mark.parametrize(("run", "seed"), [(run_seed, 14), (run_worker_seed, 249)])
+@pytest.mark.parametrize(("run", "seed"), [(run_seed, 14), (run_seed, 143), (run_worker_seed, 249)])
 def test_a_seed_replays_itself_when_another_process_runs_it(
     run: Callable[[int], SeedOutcome], seed: int
 ) -> None:
