@@ -57,7 +57,7 @@ from async_rl.rollout.workers.metric_counts import IncrementCollector, add_incre
 from async_rl.rollout.workers.worker_backend import WorkerBackend
 from async_rl.rollout.workers.worker_handle import Inbox
 from async_rl.runtime.shortages import is_shortage
-from async_rl.runtime.supervision import first_error
+from async_rl.runtime.supervision import Nursery, first_error
 from async_rl.store import journal as journal_module
 from async_rl.store.archive import InspectedTrajectories
 from async_rl.store.frames import read_columns, verify_frame
@@ -959,6 +959,38 @@ async def test_a_worker_is_ended_when_loops_raise_at_once_in_it_alone(
     assert "rollout-worker-0: its attempts fail, unlike those of other workers" in caplog.text
     assert "rollout-worker-1" not in caplog.text
     assert value_of(workers.metrics.rollout_worker_restarts_total) >= 1
+
+
+class RunsToolsOrLacksPackage(OneTurn):
+    """Runs a tool that takes hours for one task, and raises at once in one worker for the others."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        if task.task_id == "tool":
+            await asyncio.sleep(1e5)
+        if bad_environment.get()():
+            raise ImportError("No module named 'solver'")
+        await super().run(task, session)
+
+
+async def test_attempts_are_excused_when_their_worker_is_ended_for_what_its_node_lacks() -> None:
+    async with (
+        WorkerBench("RunsToolsOrLacksPackage", num_workers=2, max_concurrent_trajectories=8) as workers,
+        Nursery() as nursery,
+    ):
+        await asyncio.sleep(0.1)
+        workers.processes.spoil_environment(0, 1e6, lambda: None)
+        task = msgspec.structs.replace(TASK, task_id="tool")
+        with_tools = [
+            nursery.start_task(name, _lost(workers.run(Attempt(task, name, name, 1, started_s=0.0))))
+            for name in (f"{number:032x}" for number in (100, 101))
+        ]
+        await asyncio.sleep(0.1)
+        for number in range(8):
+            await run_in_any(workers, f"t{number}", f"{number:032x}")
+        assert value_of(workers.metrics.rollout_worker_restarts_total) == 1
+        (lost,) = (task.result() for task in with_tools if task.done())
+        assert lost.is_excused
+        nursery.cancel_tasks()
 
 
 class LacksProxy(OneTurn):

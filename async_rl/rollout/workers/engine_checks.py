@@ -133,10 +133,12 @@ class EngineChecks:
                 return
             self._unreached_since_s = min(self._unreached_since_s, self._clock())
             if self._clock() - self._unreached_since_s >= self._limit_s:
-                raise WorkerLost(
+                lost = WorkerLost(
                     f"it reaches no engine, and {len(self._unreached)} of them answer the driver, such as "
                     f"{engine_id}: {report.text}"
                 )
+                lost.is_excused = True
+                raise lost
 
     async def _probe(self, report: _Report) -> EngineError | None:
         """Ask an engine for its health; return what is wrong with it, or with the driver."""

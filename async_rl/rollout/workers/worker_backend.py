@@ -389,7 +389,7 @@ class WorkerBackend(RolloutBackend):
         if worker.folder is not None:
             worker.link.post(OpenJournal(folder=str(worker.folder)))
         self._choice.add(worker)
-        cause = f"{worker.name} is ended with the run"
+        cause, are_excused = f"{worker.name} is ended with the run", True
         try:
             async with services(
                 watch=lambda: self._watch_silence(worker), checks=worker.grants.checks.check_engines
@@ -406,13 +406,13 @@ class WorkerBackend(RolloutBackend):
             lost = first_error(errors)
             if not isinstance(lost, WorkerLost):
                 raise
-            cause = f"{worker.name}: {lost}"
+            cause, are_excused = f"{worker.name}: {lost}", lost.is_excused
             return cause
         finally:
             self._choice.remove(worker)
             self._metrics.journal_bytes.dec(worker.journal_bytes)
             self._spool.writers[worker.frame_node] -= 1
-            worker.fail_requests(cause)
+            worker.fail_requests(cause, are_excused=are_excused)
             worker.link.close()
 
     def _deliver_message(self, worker: WorkerHandle, message: Message) -> None:
@@ -442,8 +442,8 @@ class WorkerBackend(RolloutBackend):
             case AttemptFailed() | GroupScored():
                 self._check_answer(worker, message)
                 inbox = worker.inboxes.get(message.request_id)
-                lost = self._record_failure(worker, message) if isinstance(message, AttemptFailed) else None
-                if inbox is None or not inbox.put_message(lost or message):
+                moved = self._record_failure(worker, message) if isinstance(message, AttemptFailed) else None
+                if inbox is None or not inbox.put_message(moved or message):
                     self._metrics.late_results_total.inc()
             case WorkerFailed():
                 worker.failure = message.failure.error
@@ -452,7 +452,9 @@ class WorkerBackend(RolloutBackend):
                     if is_shortage(worker.failure) and (self._folders is None or not self._folders.on_nodes):
                         raise worker.failure  # the disk of the run's folder is full for all workers
                     self._choice.avoid_node(worker.link.peer_node)
-                raise WorkerLost(f"it failed: {worker.failure}")
+                lost = WorkerLost(f"it failed: {worker.failure}")
+                lost.is_excused = isinstance(worker.failure, SpoolFull)
+                raise lost
             case _:
                 raise WorkerLost(f"it sent {type(message).__name__}, which only the driver sends")
 

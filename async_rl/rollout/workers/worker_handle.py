@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from async_rl.errors import RolloutError, SpoolFull, WorkerLost
+from async_rl.errors import RolloutError, WorkerLost
 from async_rl.rollout.attempt import Attempt, AttemptEnd
 from async_rl.rollout.workers.messages import (
     AttemptEnded,
@@ -231,12 +231,12 @@ class WorkerHandle:
         """Let the worker know that its journal need not have trajectories any longer."""
         self.link.post(EntriesReleased(trajectory_ids=tuple(root_ids)))
 
-    def fail_requests(self, cause: str) -> None:
-        """Fail everything that was requested of the worker."""
+    def fail_requests(self, cause: str, *, are_excused: bool) -> None:
+        """Fail everything that was requested of the worker; `are_excused`: its attempts have not ended it."""
         self.record_waits((), {})
         for request_id, inbox in self.inboxes.items():
             lost, attempt = WorkerLost(cause), self.attempts.get(request_id)
-            lost.is_excused = isinstance(self.failure, SpoolFull) or (
+            lost.is_excused = are_excused or (
                 attempt is not None and any(each.in_turn for each in attempt.progress.values())
             )
             inbox.put_message(lost)
