@@ -780,8 +780,10 @@ class InvariantChecker:
         self._unseen_before = folded - (len(self._seen) - len(names))
         self._fates, listed = {}, dict[str, set[str]]()
         for _, group, position, state, _, reason, stored, *_ in rows:
-            # Frames are deleted once the ledger says that they were settled, which the cut may undo.
-            if state == "queued" and not self._is_stored(run_dir, stored, listed):
+            # Frames are deleted once the ledger says that they were settled or their group was dropped, which
+            # the cut may undo.
+            finished = state == "queued" or (state == "in_flight" and stored)
+            if finished and not self._is_stored(run_dir, stored, listed):
                 self.lost_frames.add(_frame_of(stored))
             self._fates.setdefault(group, (position, set()))[1].add(reason if state == "dropped" else state)
         for position in (*range(cursor, self._num_positions), *(at for at, _ in self._fates.values())):

@@ -247,6 +247,7 @@ class DistantEngine:
     ) -> AsyncGenerator[Chunk | PayloadProgress | Finish, None]:
         if self._late_requests:
             await self._wait_for_late_request(self._late_requests.popleft())
+            self._engine.check_open()  # all clocks may have jumped: a server without its memory refuses it
         await asyncio.sleep(self._delay_s())
         if self._is_isolated():
             raise EngineUnreachable(f"{self.engine_id} cannot be reached from here")
