@@ -108,6 +108,9 @@ class WeightsConfig(Strict, frozen=True, kw_only=True):
     interrupt: Literal["abort", "retract", "in_place"] = "abort"
     """What happens to running requests: `abort` ends them and sessions resume them on any engine; `retract`
     lets the engine recompute them; `in_place` keeps their old KV cache."""
+    every: PositiveInt = 1
+    """Bring only every so manyth version to the engines, which spares interruptions and makes tokens older
+    when they are trained: at most `rollout.max_staleness` + 1."""
     rolling: bool = False
     """Update one engine after the other, so that the others keep generating."""
     overlap: bool = False

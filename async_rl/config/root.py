@@ -185,6 +185,11 @@ def check_sharing(config: Config) -> None:
                 f"placement.shared: weights.{field} makes engines and trainer work at the same time: set "
                 f"weights.{field}=false"
             )
+    if weights.every > 1:
+        raise ValueError(
+            f"placement.shared: weights.every is {weights.every}, but engines take the weights whenever they "
+            "get the devices: set weights.every=1"
+        )
     if config.evaluation.enabled and config.evaluation.engines != "shared":
         raise ValueError(
             f"placement.shared: evaluation.engines is {config.evaluation.engines}, but engines reserved for "
@@ -590,6 +595,21 @@ def check_corrections(config: Config) -> None:
         )
 
 
+def check_updates(config: Config) -> None:
+    """Check that a batch can be full before the engines take new weights.
+
+    Raises:
+        ValueError: No group would be admitted in between; see `async_rl.staleness`.
+    """
+    every, bound = config.weights.every, config.rollout.max_staleness
+    if every > bound + 1:
+        raise ValueError(
+            f"weights.every is {every}, but groups that are trained at most {bound} versions later "
+            f"(rollout.max_staleness) fill {bound + 1} batches: set weights.every={bound + 1} or less, or "
+            "raise the bound"
+        )
+
+
 def check_routing(config: Config) -> None:
     """Check that routing that is to be replayed is recorded completely.
 
@@ -651,6 +671,7 @@ CHECKS: Final[tuple[Callable[[Config], None], ...]] = (
     check_critic,
     check_lora,
     check_corrections,
+    check_updates,
     check_routing,
     check_evaluation,
     check_adapters,

@@ -12,7 +12,8 @@ of a step differently; `choose_train_loop` selects one from the config.
 ```
 
 While the overlapped strategy sends weights, admission counts with the version that the engines serve, which
-is one version behind the trainer.
+is one version behind the trainer. So it does between two updates where engines take only every so manyth
+version (`weights.every`); they always take the last one of the run.
 """
 
 from __future__ import annotations
@@ -81,6 +82,9 @@ class TrainLoop(ABC):
         self._run_log = run_log
         self._clock = queue.groups.clock
         self.step = checkpoints.step
+        self._sent_step = checkpoints.step
+        """The last step whose weights are, or are being, brought to the engines."""
+        self._update_every = config.weights.every
         self.unsettled = False
         """Whether the trainer may hold a step that the ledger does not: a checkpoint would claim it."""
 
@@ -96,6 +100,13 @@ class TrainLoop(ABC):
             if batch is None:
                 break
             await self._run_step(batch, self._clock() - wait_begin)
+        if self._sent_step < self.step:
+            await self._send_last_version()
+
+    async def _send_last_version(self) -> None:
+        """Bring the weights of the last step to the engines."""
+        async with self._sync.exclusive_trainer():
+            await self._sync.update_engines(self.step)
 
     def _may_train(self) -> bool:
         return self.step < self._max_steps and not self._stop.is_set()
@@ -156,9 +167,18 @@ class TrainLoop(ABC):
                 f"trainer step {step} took far longer than any before: ended by the stall doctor"
             ) from error
 
+    @property
+    def _update_is_due(self) -> bool:
+        """Whether the engines take the weights of this step."""
+        return self.step - self._sent_step >= self._update_every or not self._may_train()
+
+    async def _skip_update(self, done: TrainedStep) -> None:
+        """Record a step whose weights the engines do not take."""
+        await self._run_log.log_step(done, SyncReport(weight_version=done.result.step), self._queue)
+
     async def _update_engines(self, done: TrainedStep) -> None:
         """Bring the weights of a step to the engines, admit new groups, and record the step."""
-        step = done.result.step
+        step = self._sent_step = done.result.step
         with waiting("weight update", str(step)):
             report = await self._devices.hand_to_engines(self._sync, self._trainer, step)
         await self._finish_step(done, report)
@@ -174,8 +194,15 @@ class SequentialLoop(TrainLoop):
 
     async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
         async with self._sync.exclusive_trainer():
+            if self._sync.current_version > self._sent_step:  # an engine needed the trainer's weights
+                self._sent_step = self._sync.current_version
+                self._queue.advance_version(self._sent_step)
             done = await self._train(batch, wait_s)
-            await self._update_engines(done)
+            self._sync.trainer_version = self.step
+            if self._update_is_due:
+                await self._update_engines(done)
+            else:
+                await self._skip_update(done)
         if self._checkpoints.is_due(self.step):
             await self._checkpoints.start_checkpoint(self.step)
 
@@ -187,23 +214,42 @@ class OverlappedLoop(TrainLoop):
     """
 
     _updates: Nursery
+    _update: asyncio.Future[None]
+    """The last one; records are written in its order."""
     _last_update_end_s = -math.inf
     """On the clock; infinite during an update."""
 
     async def run(self) -> None:
         """Train as `TrainLoop.run` does; the updates run in a nursery of their own."""
+        self._update = asyncio.get_running_loop().create_future()
+        self._update.set_result(None)
         async with Nursery() as self._updates:
             await super().run()
+
+    async def _send_last_version(self) -> None:
+        await self._sync.update_from_snapshot(self.step, asyncio.Event())
+
+    async def _skip_after(self, before: asyncio.Future[None], done: TrainedStep) -> None:
+        await before
+        await self._skip_update(done)
 
     async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
         async with self._sync.exclusive_trainer():
             done = await self._train(batch, wait_s)
-            self._last_update_end_s = math.inf
-            copied = asyncio.Event()
-            update = self._updates.start_task(f"weight sync {self.step}", self._hand_over(done, copied))
-            await copied.wait()
+            if self._update_is_due:
+                self._last_update_end_s = math.inf
+                self._sent_step = self.step
+                copied = asyncio.Event()
+                self._update = self._updates.start_task(
+                    f"weight sync {self.step}", self._hand_over(done, copied)
+                )
+                await copied.wait()
+            else:
+                self._update = self._updates.start_task(
+                    f"record {self.step}", self._skip_after(self._update, done)
+                )
         if self._checkpoints.is_due(self.step):
-            await update  # metrics.jsonl must have the record of each step that a checkpoint holds
+            await self._update  # metrics.jsonl must have the record of each step that a checkpoint holds
             await self._checkpoints.start_checkpoint(self.step)
 
     async def _hand_over(self, done: TrainedStep, copied: asyncio.Event) -> None:

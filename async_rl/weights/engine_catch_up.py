@@ -15,7 +15,7 @@ An engine that loads files serves only if theirs is still the current version th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Final
 
@@ -50,6 +50,7 @@ class EngineCatchUp:
         trainer_busy: NamedLock,
         trainer_restarted: bool,
         routes: WeightRoutes,
+        match_trainer: Callable[[], Awaitable[None]],
         shares_devices: bool = False,
     ) -> None:
         """Wire the parts.
@@ -64,6 +65,7 @@ class EngineCatchUp:
             trainer_busy: Held while the trainer's weights are ahead of the current version.
             trainer_restarted: Whether engines may have part of what an earlier trainer sent.
             routes: Knows which engines were started by others, and so outlive the run.
+            match_trainer: Makes the trainer's version the current one, with `trainer_busy` held.
             shares_devices: Whether the trainer's weights are on its host while engines catch up.
         """
         self._config = config
@@ -75,6 +77,7 @@ class EngineCatchUp:
         self._trainer_busy = trainer_busy
         self._trainer_restarted = trainer_restarted
         self._routes = routes
+        self._match_trainer = match_trainer
         self._shares_devices = shares_devices
         self._locks: dict[str, asyncio.Lock] = {}
         """By engine: held while it catches up, so that none is interrupted by a second one once it serves."""
@@ -170,6 +173,7 @@ class EngineCatchUp:
                 return
             if self._publishes_on_demand:
                 async with self._trainer_busy:
+                    await self._match_trainer()
                     version = await self._ensure_current_files()
             else:
                 version = publisher.current_version
@@ -184,6 +188,8 @@ class EngineCatchUp:
                 break
         else:
             async with self._trainer_busy if self._publishes_on_demand else self._sync_lock:
+                if self._publishes_on_demand:
+                    await self._match_trainer()
                 loaded = await self._load_files(engine, await self._ensure_current_files())
                 await self._serve(engine, loaded)
         await publisher.remove_old_files()
@@ -215,10 +221,12 @@ class EngineCatchUp:
         engine_id = engine.engine_id
         self._updater.joining.add(engine_id)
         try:
-            async with self._trainer_busy, self._sync_lock:
-                snapshot = self._pool.snapshot_of(engine_id)
-                if snapshot is not None and snapshot.state is EngineState.JOINING:
-                    await self._updater.update_wave([engine], self._publisher.current_version)
+            async with self._trainer_busy:
+                await self._match_trainer()
+                async with self._sync_lock:
+                    snapshot = self._pool.snapshot_of(engine_id)
+                    if snapshot is not None and snapshot.state is EngineState.JOINING:
+                        await self._updater.update_wave([engine], self._publisher.current_version)
         finally:
             self._updater.joining.discard(engine_id)
         await self._has_taken(engine_id)

@@ -100,6 +100,8 @@ class WeightSync:
         catches up from it: from the start of a step to the end of its sync, or with `weights.overlap` from
         the copying of the weights on.
         """
+        self.trainer_version = -1
+        """What the trainer sends between steps; with `weights.every` it may be ahead of the current version."""
         self._started = asyncio.Event()
         self._trainer_restarted = generation > 0
         self._calibrates = weights.verify == "checksum" and not self._trainer_restarted
@@ -141,6 +143,7 @@ class WeightSync:
             trainer_busy=self.trainer_busy,
             trainer_restarted=generation > 0,
             routes=routes,
+            match_trainer=self._match_trainer,
             shares_devices=config.placement.shared,
         )
         """Brings single engines to the current version."""
@@ -177,6 +180,11 @@ class WeightSync:
         self._started.set()
 
     # -- engines that share their devices with the trainer: `device_sharing` decides when -------------------
+
+    @property
+    def current_version(self) -> int:
+        """The version that engines are brought to."""
+        return self._publisher.current_version
 
     @property
     def has_files(self) -> bool:
@@ -293,6 +301,12 @@ class WeightSync:
             self._metrics.weight_sync_seconds.labels(name).observe(seconds)
         self._metrics.weight_sync_bytes_total.inc(report.num_bytes)
         return report
+
+    async def _match_trainer(self) -> None:
+        """Make the trainer's version the current one, early if engines would take a later one."""
+        if self.trainer_version > self.current_version:
+            log.info("weight version %d: an engine needs the trainer's weights", self.trainer_version)
+            await self.update_engines(self.trainer_version)
 
     async def catch_up_engine(self, engine_id: str) -> None:
         """Bring an engine that has (re)joined to the current version, or to the next one, and let it serve.

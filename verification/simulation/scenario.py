@@ -250,6 +250,7 @@ def sharing(scenario: Scenario) -> Scenario:
         interrupt="abort",
         rolling=False,
         overlap=False,
+        every=1,
     )
     config = replace(
         scenario.config,
@@ -400,6 +401,8 @@ def _config(rng: random.Random, seed: int) -> tuple[Config, dict[str, float | No
         },
         "doctor": {"action": rng.choice(("report", "repair")), "stall_s": rng.choice((10.0, 45.0))},
     }
+    every = random.Random(f"every {seed}").choice((1, 1, 2, 3))  # likewise
+    tree["weights"]["every"] = min(every, tree["rollout"]["max_staleness"] + 1)
     constants = {
         path: section.pop(path)
         for section in tree.values()

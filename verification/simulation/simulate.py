@@ -344,13 +344,13 @@ class Simulation:
         else:
             before = self._config.rollout
             # Engines that refuse all requests as wrong are believed, unless another one could accept them.
-            # Each is believed a few times before, by all attempts of as many trajectories: failures with
-            # other causes may follow.
+            # Each is believed a few times before, in each worker by all attempts of as many trajectories:
+            # failures with other causes may follow.
             wrong = "wrong request" in str(cause)
             if refused := re.search(r"(\d+) RequestRefused", str(cause)):
                 refused_needlessly = min(int(refused[1]), len(self._checker.refused_needlessly))
-                num_engines = len(self._cluster.engines)
-                wrong = refused_needlessly > MIN_TRAJECTORIES * num_engines * before.max_attempts
+                judges = len(self._cluster.engines) * max(1, self._config.num_workers)
+                wrong = refused_needlessly > MIN_TRAJECTORIES * judges * before.max_attempts
             others = [e for e in self._accepting() if f"{e.engine_id} answered 400" not in str(cause)]
             # The tasks are as hard the next time: the user does what the error message says.
             if "max_filtered_groups" in str(cause):
