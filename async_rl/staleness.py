@@ -48,6 +48,11 @@ the slots of that batch open when the engines serve v+1. No group is stale at it
 being sent to the engines while it trains (`weights.overlap`), they serve v-1: the lag is 2, and 1 to 4 hold
 as for any other. With η = 0 nothing is admitted then, and the wait ends when v has arrived, which needs no
 batch.
+
+Where engines take only every k-th version (`weights.every`), the lag grows to k - 1 while the next batch is
+awaited, and to k while the last one before an update is trained. 1 to 3 hold for any lag, and 4 for lag <= η:
+k may be at most η + 1. Groups that are dispatched just before an update have k - 1 versions less until their
+deadline than those just after one.
 """
 
 from __future__ import annotations

@@ -227,6 +227,8 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, tokens of the prompt."""
     cached_prefix: CachedPrefix | None
     """What the engine of the trajectory's last call has cached."""
+    group: str = ""
+    """Trajectories of a group have the same prompt; empty: there is none."""
     asked_s: float
 
 

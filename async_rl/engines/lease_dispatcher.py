@@ -10,7 +10,8 @@
 A session never learns how engines are updated, repaired or lent, only that a lease has ended early.
 
 Calls are given only to engines that serve a verified weight version; `Balancer` chooses between them. Each
-trajectory has a sticky engine, the one of its last call, because its prefix is cached there.
+trajectory has a sticky engine, the one of its last call, because its prefix is cached there. One without
+follows the last call of its group, whose prompt is cached there.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Balancer:
 
     ```
     a trajectory with a cached prefix ─► its sticky engine, unless overloaded ──┐
+    one whose group has one ───────────► that engine, if it has capacity, too ──┤
     any other ─────────────────────────► the least loaded engine with capacity ─┴─► none? then wait
     ```
 
@@ -181,12 +183,15 @@ class Balancer:
 
     # -- calls --------------------------------------------------------------------------------------------
 
-    def choose_engine(self, *, sticky: str | None = None, cached: bool = True) -> str | None:
+    def choose_engine(
+        self, *, sticky: str | None = None, cached: bool = True, siblings: str | None = None
+    ) -> str | None:
         """Return the engine for the next call; None when the call should wait.
 
         Args:
             sticky: The engine that had the trajectory's last call.
             cached: Whether most of the call's prompt is still in that engine's prefix cache.
+            siblings: The engine that has cached the prompt of the trajectory's group.
         """
         bound = self._load_bound()
         entry = self._entries.get(sticky) if sticky is not None and cached else None
@@ -196,7 +201,14 @@ class Balancer:
             or entry.num_calls >= entry.max_calls
             or entry.load_tokens > bound
         ):
-            entry = self._least_loaded()
+            entry = self._entries.get(siblings) if siblings is not None else None
+            if (
+                entry is None
+                or not entry.serves
+                or not self._has_capacity(entry)
+                or entry.load_tokens > bound
+            ):
+                entry = self._least_loaded()
         fits = entry is not None and (entry.load_tokens <= bound or not entry.counts)
         return entry.name if entry is not None and fits else None
 
@@ -320,6 +332,8 @@ class LeaseDispatcher:
         self.valid_until_s = math.inf
         """Until when this process may call engines; the driver always may."""
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
+        self._group_prompts: OrderedDict[str, CachedPrefix] = OrderedDict()
+        """Which engine a call of each group was given last; `tokens` are those of the prompt."""
         self._numbers = count(1)
         """Of leases, when they are asked for and when they are placed."""
         self._waiting_line: list[tuple[str, int, CallRequest, asyncio.Future[Lease]]] = []
@@ -330,7 +344,7 @@ class LeaseDispatcher:
         self._pause_s = _SHORTAGE_PAUSE_S
 
     @asynccontextmanager
-    async def lease(self, key: str, tokens: int, *, prompt: int = 0) -> AsyncIterator[Lease]:
+    async def lease(self, key: str, tokens: int, *, prompt: int = 0, group: str = "") -> AsyncIterator[Lease]:
         """Wait for an engine and reserve capacity on it.
 
         Args:
@@ -338,12 +352,14 @@ class LeaseDispatcher:
                 ids that grow with time let the oldest trajectory in first.
             tokens: Tokens that the call holds on the engine at most, prompt and answer.
             prompt: Of these, tokens of the prompt.
+            group: The trajectory's group; calls that have to prefill prefer the engine that has its prompt.
         """
         request = CallRequest(
             key=key,
             tokens=tokens,
             prompt=prompt,
             cached_prefix=self._cached_prefixes.get(key),
+            group=group,
             asked_s=self._clock(),
         )
         lease = None if self._waiting_line else self._place_call(request)
@@ -466,11 +482,15 @@ class LeaseDispatcher:
                 held = min(prefix.tokens, request.prompt)
         cached = prefix is not None and cause is None and 2 * held >= request.prompt
         sticky = prefix.engine_id if prefix is not None else None
-        chosen = self._balancer.choose_engine(sticky=sticky, cached=cached)
+        shared = self._cached_prompt(request.group)
+        siblings = shared.engine_id if shared is not None else None
+        chosen = self._balancer.choose_engine(sticky=sticky, cached=cached, siblings=siblings)
         if chosen is None:
             return None
         if prefix is not None and cause is None and chosen != prefix.engine_id:
             cause, held = "moved", 0
+        if shared is not None and chosen == siblings:
+            held = max(held, min(shared.tokens, request.prompt - 1))
         slot, prefill_tokens = self._slots[chosen], request.prompt - held
         self._balancer.begin_call(chosen, tokens=request.tokens, prefill_tokens=prefill_tokens)
         lease = Lease(
@@ -484,9 +504,31 @@ class LeaseDispatcher:
             prefill_tokens=prefill_tokens,
             cause=cause,
         )
+        if request.group:
+            self._remember_prompt(request, slot)
         if slot.num_calls == 1:
             slot.on_busy(True)
         return lease
+
+    def _cached_prompt(self, group: str) -> CachedPrefix | None:
+        """Return the prompt of a group if an engine has it cached; its last call may still be prefilled."""
+        prompt = self._group_prompts.get(group)
+        slot = self._slots.get(prompt.engine_id) if prompt is not None else None
+        if prompt is None or slot is None:
+            return None
+        now = slot.grant.restart_count, slot.grant.num_flushes
+        return prompt if now == (prompt.restart_count, prompt.num_flushes) else None
+
+    def _remember_prompt(self, request: CallRequest, slot: EngineSlot) -> None:
+        """Remember the engine of a group's last call. The shortest prompt of them is that of a first turn."""
+        before, grant = self._group_prompts.get(request.group), slot.grant
+        tokens = request.prompt if before is None else min(before.tokens, request.prompt)
+        self._group_prompts[request.group] = CachedPrefix(
+            grant.engine_id, grant.restart_count, grant.num_flushes, tokens
+        )
+        self._group_prompts.move_to_end(request.group)
+        if len(self._group_prompts) > _MAX_CACHED_PREFIXES:
+            self._group_prompts.popitem(last=False)
 
     def _end_lease(self, lease: Lease) -> None:
         slot, request, engine_id = lease.slot, lease.request, lease.engine.engine_id

@@ -478,7 +478,7 @@ class LocalBackend(RolloutBackend):
         asking.set(self._answers.ask)
         entries, task = AttemptEntries(attempt, self.journal, left), attempt.task
         entry = entries.open_entry(attempt.trajectory_id)
-        transcript = Transcript(self._context, entry, entries.open_entry)
+        transcript = Transcript(self._context, entry, entries.open_entry, group_id=attempt.group_id)
         session = RolloutSession(self._context, task, transcript, group_id=attempt.group_id)
         try:
             await run_agent_loop(task, session, self.loops, self._config)

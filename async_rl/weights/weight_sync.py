@@ -101,7 +101,7 @@ class WeightSync:
         the copying of the weights on.
         """
         self.trainer_version = -1
-        """What the trainer sends between steps; with `weights.every` it may be ahead of the current version."""
+        """What the trainer sends after a step: with `weights.every` this may be ahead of the current one."""
         self._started = asyncio.Event()
         self._trainer_restarted = generation > 0
         self._calibrates = weights.verify == "checksum" and not self._trainer_restarted

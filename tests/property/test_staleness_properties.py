@@ -13,12 +13,13 @@ counts = st.dictionaries(st.integers(0, 6), st.integers(1, 4), max_size=5)
 
 
 def run(
-    seed: int, batch: int, bound: int, staleness_policy: StalenessPolicy, lying: float
+    seed: int, batch: int, bound: int, staleness_policy: StalenessPolicy, lying: float, every: int = 1
 ) -> tuple[int, int, int]:
     """400 random events; returns (batches, groups dropped as overdue, largest staleness).
 
     `lying` is the share of groups that were sampled by older weights than the engines said. With
-    `mask_tokens` a group ages from the end of its first answer; `drop` gives up what is due.
+    `mask_tokens` a group ages from the end of its first answer; `drop` gives up what is due. Engines take
+    each version, one after the other, or the newest one once it is `every` ahead.
     """
     random_ = random.Random(seed)
     backlog = Backlog(batch, bound, staleness_policy)
@@ -57,7 +58,7 @@ def run(
             may += ["take"] * 3
         if training:
             may.append("settle")
-        if served < version:
+        if version - served >= every:
             may += ["sync"] * 2
         assert may, f"nothing can happen: {backlog.num_ready} ready at version {version}, served {served}"
         match random_.choice(may):
@@ -90,7 +91,7 @@ def run(
             case "settle":
                 training, version = False, version + 1
             case "sync":
-                served += 1
+                served = version if every > 1 else served + 1
     assert not given_up or staleness_policy == "drop"
     return batches, dropped, largest
 
@@ -103,6 +104,17 @@ def test_nothing_is_late_or_dropped_when_batches_wait(
     seed: int, batch: int, bound: int, staleness_policy: StalenessPolicy
 ) -> None:
     batches, dropped, largest = run(seed, batch, bound, staleness_policy, lying=0)
+    assert dropped == 0
+    assert largest <= bound
+    assert batches > 0
+
+
+@given(*worlds, st.sampled_from(["wait", "mask_tokens", "drop"]), st.data())
+def test_the_bound_holds_and_nothing_stands_still_when_engines_take_every_so_manyth_version(
+    seed: int, batch: int, bound: int, staleness_policy: StalenessPolicy, data: st.DataObject
+) -> None:
+    every = data.draw(st.integers(1, bound + 1))
+    batches, dropped, largest = run(seed, batch, bound, staleness_policy, lying=0, every=every)
     assert dropped == 0
     assert largest <= bound
     assert batches > 0

@@ -50,6 +50,7 @@ RUNS: Final[dict[str, Conditions]] = {
     "queue.journal_s=0.5": _PLAIN,
     "weights.transport=tensor": _PLAIN,
     "weights.interrupt=retract": _PLAIN,
+    "weights.every=2": _PLAIN,
     "weights.rolling=true": _PLAIN,
     "weights.overlap=true": _PLAIN,
     "weights.verify=checksum": _PLAIN,

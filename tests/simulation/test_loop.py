@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from async_rl.config import Config
-from async_rl.engine_protocol import Engine
+from async_rl.engine_protocol import Engine, WeightUpdate
 from async_rl.engines.sglang.server import free_port
 from async_rl.engines.simulated import scored_tokens
 from async_rl.errors import AsyncRLError, NonFiniteLoss
@@ -135,6 +136,30 @@ async def test_a_run_trains_every_step_and_accounts_for_every_trajectory(calcula
     assert summary.routing.rows_invalid == 0
     trained = [i for batch in cluster.trainer.batches for i in batch.trajectory_ids]
     assert len(set(trained)) == len(trained)
+
+
+@pytest.mark.parametrize("max_steps", [6, 5])
+async def test_engines_take_every_so_manyth_version_and_the_last(calculator, tmp_path, max_steps):
+    config = make_config(calculator, tmp_path, "weights.every=3", f"run.max_steps={max_steps}")
+    cluster, updates = LocalCluster(config, step_s=0.02), []
+    for engine in cluster.engines:
+        engine.update_weights = noting_versions(engine, updates)
+    summary = await run(config, cluster)
+    assert_conserved(summary)
+    assert summary.trajectories.trained == max_steps * 16
+    assert updates == [3, 3, max_steps, max_steps]
+    steps = [json.loads(line)["step"] for line in (tmp_path / "sim/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, max_steps + 1))
+
+
+def noting_versions(engine: Engine, versions: list[int]) -> Callable[..., Awaitable[None]]:
+    update_weights = engine.update_weights
+
+    async def noted(update: WeightUpdate, *, flush: bool) -> None:
+        versions.append(update.weight_version)
+        await update_weights(update, flush=flush)
+
+    return noted
 
 
 async def test_ranks_have_their_places_before_engines_take_any(calculator, tmp_path):

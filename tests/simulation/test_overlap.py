@@ -62,6 +62,18 @@ def test_a_step_does_not_wait_for_the_sending_of_the_one_before(tmp_path: Path, 
     assert all(record.sync_hidden_s <= before.sync_s for before, record in pairwise(records))
 
 
+def test_only_versions_that_engines_take_are_copied(tmp_path: Path) -> None:
+    scenario = overlapping(SLOW_SEND)
+    config = scenario.config
+    weights, rollout = replace(config.weights, every=2), replace(config.rollout, max_staleness=2)
+    outcome, records = run(
+        replace(scenario, config=replace(config, weights=weights, rollout=rollout)), tmp_path
+    )
+    assert outcome.violations == ()
+    assert [record.step for record in records] == [1, 2, 3, 4, 5]
+    assert [record.step for record in records if record.handover_s > 0] == [2, 4, 5]
+
+
 def test_one_copy_is_on_its_way_at_a_time_when_sending_takes_longer_than_a_step(tmp_path: Path) -> None:
     outcome, records = run(overlapping(SLOW_SEND), tmp_path)
     assert outcome.violations == ()  # the checker looks whether a copy is overwritten while it is read

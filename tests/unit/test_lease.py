@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import cast
 from unittest.mock import patch
 
@@ -197,6 +197,27 @@ async def test_a_trajectory_returns_to_its_engine_unless_that_is_clearly_busier(
         ):
             async with pool.dispatcher.lease("mine", tokens=10) as lease:
                 assert lease.engine.engine_id == expected
+
+
+async def test_siblings_follow_their_prompt_until_it_is_flushed_or_its_engine_is_clearly_busier():
+    pool = make_pool("a", "b")
+    async with AsyncExitStack() as running:
+
+        async def engine_of(key: str, tokens: int, group: str, prompt: int = 50) -> tuple[str, int]:
+            lease = pool.dispatcher.lease(key, tokens=tokens, prompt=prompt, group=group)
+            given = await running.enter_async_context(lease)
+            return given.engine.engine_id, given.prefill_tokens
+
+        assert await engine_of("other", 1000, "") == ("a", 50)
+        assert await engine_of("g0", 1001, "g") == ("b", 50)
+        assert await engine_of("g1", 100, "g") == ("b", 1)  # the least loaded is `a`
+        assert await engine_of("h0", 10, "h") == ("a", 50)
+        pool.hold_engine("b")
+        pool.serve_engine("b", 1)  # its cache was flushed
+        assert await engine_of("g2", 10, "g", prompt=80) == ("a", 80)
+        assert await engine_of("g3", 10, "g", prompt=80) == ("a", 30)  # they have 50 tokens in common
+        assert await engine_of("big", 1000, "") == ("a", 50)
+        assert await engine_of("g4", 10, "g") == ("b", 50)
 
 
 async def test_the_oldest_version_counts_engines_that_are_being_updated():

@@ -286,6 +286,25 @@ async def test_the_engines_that_wait_for_an_update_are_sent_the_version_when_the
     assert bench.serving() == {"engine-0": 1}
 
 
+async def test_all_engines_take_the_trainers_version_early_when_one_needs_it(tmp_path):
+    """With `weights.every` the trainer may hold a version that engines would take later."""
+    bench = await distributed(tmp_path)
+    for engine_id in ("engine-0", "engine-1"):
+        bench.restart(engine_id)
+    bench.sync.trainer_version = 3
+    await bench.sync.catch_up_engine("engine-0")
+    assert bench.serving() == {"engine-0": 3, "engine-2": 3}
+    assert bench.sync.current_version == 3
+
+
+async def test_files_of_a_version_are_not_made_of_a_later_one(tmp_path):
+    bench = await started(tmp_path, transport="delta")
+    bench.sync.trainer_version = 2
+    bench.restart("engine-0")
+    await bench.sync.catch_up_engine("engine-0")
+    assert bench.serving() == {"engine-0": 2, "engine-1": 2}
+
+
 async def test_an_engine_that_an_evaluation_returns_is_sent_the_version_at_once(tmp_path):
     bench = await distributed(tmp_path)
     assert bench.pool.lend_engine("engine-0")

@@ -131,6 +131,8 @@ def simulate(
     return Simulation(scenario or draw(seed), folder, after_turn).run()
 
 
+_WORKER_SILENCES: Final = ("mute_worker", "deafen_worker", "cut_off_worker", "isolate_worker", "delay_worker")
+
 _SILENCE: Final = ("sent nothing for", "did not take new weights within", "did not end its calls within")
 """What an engine is quarantined for that makes no progress."""
 
@@ -336,7 +338,10 @@ class Simulation:
             allowed = unanswered or bool(met & {*ENGINE_FAULTS, "clock_jump"})
         elif isinstance(cause, StallError):
             hangs = any(task.metadata["trouble"] == "hang_loop" for task in self._scenario.tasks)
-            allowed = self._config.doctor.action != "report" and (hangs or bool(met & ENGINE_FAULTS))
+            # A worker may be silent for as long as the doctor waits, and another one after it.
+            silences = sum(self._checker.met_faults[kind] for kind in _WORKER_SILENCES)
+            may_stall = hangs or silences > 1 or bool(met & ENGINE_FAULTS)
+            allowed = self._config.doctor.action != "report" and may_stall
         elif "disk" in str(cause):
             allowed = bool(met & {"disk_full", "unwritable_disk", "worker_disk_full", "node_disk_full"})
         elif isinstance(cause, SpoolFull):
@@ -344,12 +349,13 @@ class Simulation:
         else:
             before = self._config.rollout
             # Engines that refuse all requests as wrong are believed, unless another one could accept them.
-            # Each is believed a few times before, in each worker by all attempts of as many trajectories:
-            # failures with other causes may follow.
+            # Each is believed a few times before, in each worker that starts by all attempts of as many
+            # trajectories: failures with other causes may follow.
             wrong = "wrong request" in str(cause)
             if refused := re.search(r"(\d+) RequestRefused", str(cause)):
                 refused_needlessly = min(int(refused[1]), len(self._checker.refused_needlessly))
-                judges = len(self._cluster.engines) * max(1, self._config.num_workers)
+                restarts = int(value_of(self._metrics.rollout_worker_restarts_total))
+                judges = len(self._cluster.engines) * (max(1, self._config.num_workers) + restarts)
                 wrong = refused_needlessly > MIN_TRAJECTORIES * judges * before.max_attempts
             others = [e for e in self._accepting() if f"{e.engine_id} answered 400" not in str(cause)]
             # The tasks are as hard the next time: the user does what the error message says.

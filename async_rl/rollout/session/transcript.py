@@ -196,6 +196,8 @@ class Transcript:
         context: SessionContext,
         entry: JournalEntry,
         open_branch_entry: OpenBranchEntry = entry_without_journal,
+        *,
+        group_id: str = "",
     ) -> None:
         """Start the transcript of the trajectory that a journal's entry names.
 
@@ -203,12 +205,14 @@ class Transcript:
             context: What all sessions of the run share.
             entry: Records the trajectory, and holds what an earlier process sampled of it.
             open_branch_entry: Makes the entry of a branch.
+            group_id: The group of the trajectory, whose other trajectories begin with the same prompt.
         """
         self.trajectory_id = entry.trajectory_id
         self.tokens = TokenLog(entry.segments, context.config.rollout.max_context_tokens)
         self._context = context
         self._entry = entry
         self._open_branch_entry = open_branch_entry
+        self._group_id = group_id
         self._restored = None if entry.restored is None else RestoredTurns(entry.restored)
         self._rows = RoutingRows(entry.trajectory_id, context)
 
@@ -220,7 +224,7 @@ class Transcript:
             inherits: Whether it begins with all tokens and routing rows so far, instead of none.
         """
         entry = self._open_branch_entry(trajectory_id, tuple(self.tokens.segments) if inherits else ())
-        other = Transcript(self._context, entry, self._open_branch_entry)
+        other = Transcript(self._context, entry, self._open_branch_entry, group_id=self._group_id)
         if inherits:
             other.tokens.inherit_tokens(self.tokens)
             other._rows = self._rows.branch()
@@ -314,7 +318,9 @@ class Transcript:
         """
         tokens, metrics, clock = self.tokens, self._context.metrics, self._context.clock
         prompt = len(tokens)
-        async with self._context.calls.lease(self.trajectory_id, prompt + budget, prompt=prompt) as lease:
+        async with self._context.calls.lease(
+            self.trajectory_id, prompt + budget, prompt=prompt, group=self._group_id
+        ) as lease:
             call = self._entry.call = _RunningCall(
                 lease.engine.engine_id,
                 lease.weight_version,
