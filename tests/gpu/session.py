@@ -96,7 +96,7 @@ class Reporter:
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         end_s = self._config.option.proof_end_s
         if end_s is not None and time.monotonic() + (longest := self.cases[item.nodeid].longest_s) > end_s:
-            pytest.skip(f"{_NO_TIME} for {longest:.0f} s")
+            pytest.skip(f"{_NO_TIME}: it may last {longest:.0f} s")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._report(begin=nodeid)
@@ -111,6 +111,7 @@ class Reporter:
             case.why = _reason(report.longrepr).removeprefix("Skipped: ")
             verdicts: tuple[Verdict, ...] = (_NO_TIME, MORE_GPUS, NOT_REHEARSED, REHEARSED)
             case.verdict = next((each for each in verdicts if case.why.startswith(each)), "did not run")
+            case.why = case.why.removeprefix(f"{case.verdict}: ")
         elif report.when == "call":
             case.verdict = "rehearsed" if self._config.option.rehearse else "held"
 

@@ -124,6 +124,7 @@ def test_each_case_has_a_verdict_when_others_fail_crash_hang_or_take_too_long(su
     part.run()
     cases = {case.name: case for case in part.cases.values()}
     assert {name: case.verdict for name, case in cases.items()} == VERDICTS
+    assert [case.name for case in cases.values() if case.line().count(case.verdict) != 1] == []
     assert names_that_ran(suite) == [
         *RAN[:5],  # the fixture sees the case that is left out, too
         "test_it_comes_last",
@@ -177,13 +178,22 @@ def test_what_has_held_is_not_run_again_at_the_same_code_on_the_same_machine(sui
 @pytest.mark.real
 def test_a_rehearsal_runs_cases_without_a_gpu_and_says_so(suite: Path) -> None:
     (suite / "test_unimportable.py").unlink()
+    (suite / "test_timed.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.proof(needs='trainer', seconds=60, value=1)\n"
+        "def test_it_is_timed():\n"
+        "    pytest.skip('not rehearsed: it measures a GPU')\n"
+    )
     part = slice_of(suite, rehearse=True)
-    part.suite = [*part.suite, "-k", "holds or needs_two"]
+    part.suite = [*part.suite, "-k", "holds or needs_two or is_timed"]
     part.run()
-    assert {case.name: case.verdict for case in part.cases.values()} == {
+    cases = {case.name: case for case in part.cases.values()}
+    assert {name: case.verdict for name, case in cases.items()} == {
         "test_it_holds": "rehearsed",
         "test_it_needs_two": "needs more GPUs",
+        "test_it_is_timed": "not rehearsed",
     }
+    assert cases["test_it_is_timed"].line().count("not rehearsed") == 1
 
 
 @pytest.mark.parametrize(
