@@ -54,10 +54,12 @@ prepare() {
 make_A() {
   if ! compgen -G "$work/wheels/transformer_engine_torch-*.whl" >/dev/null; then
     section "part A" | grep ^transformer-engine-torch >"$work/list.txt"
-    # Forced, because its setup.py takes an unverified wheel from elsewhere first.
+    # Forced, because its setup.py takes an unverified wheel from elsewhere first; and not from pip's cache, where one may
+    # be that was built against another torch.
     NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_CUDA_ARCHS=$arch TORCH_CUDA_ARCH_LIST=9.0 MAX_JOBS=${MAX_JOBS:-1} \
       CPATH=$nvidia/cudnn/include:$nvidia/nccl/include:$nvidia/cu13/include \
-      "${pip[@]}" wheel --no-deps --require-hashes --no-build-isolation -w "$work/wheels" -r "$work/list.txt"
+      "${pip[@]}" wheel --no-cache-dir --no-deps --require-hashes --no-build-isolation \
+      -w "$work/wheels" -r "$work/list.txt"
   fi
   fetch "part A" "$work/A" ^transformer-engine-torch
   # Unpacked, because a second call of pip does not add to a package that is in the target.

@@ -147,13 +147,14 @@ pip=("$venv/bin/python" -m pip install --disable-pip-version-check --no-input --
 lock=requirements/gpu-$("$python" -c 'import sys; print("py%d%d" % sys.version_info[:2])').txt
 run "what $lock pins (1 of 4)" "${pip[@]}" --require-hashes -r "$lock"
 # The extension is linked against the torch that is installed, whose ABI differs from others': hence no isolation, and no
-# wheel of its project's release page, for some other torch, which its set-up would look for and not verify.
+# wheel for some other torch: neither of its project's release page, which its set-up would look for and not verify, nor
+# from pip's cache, built earlier.
 # The build searches the toolkit's own folder only; cuDNN's and NCCL's headers are in torch's dependencies.
 packages=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 headers=$packages/nvidia
 run "TransformerEngine, compiled here: some minutes (2 of 4)" env NVTE_PYTORCH_FORCE_BUILD=TRUE \
   CPATH="$headers/cudnn/include:$headers/nccl/include:$headers/cu$cuda/include${CPATH:+:$CPATH}" \
-  "${pip[@]}" --no-build-isolation --require-hashes -r requirements/gpu-source.txt
+  "${pip[@]}" --no-cache-dir --no-build-isolation --require-hashes -r requirements/gpu-source.txt
 run "this project (3 of 4)" "${pip[@]}" --no-build-isolation --editable .
 if [[ -z ${WITHOUT_GPU:-} ]]; then
   run "importing everything, one kernel (4 of 4)" "$venv/bin/python" -m tests.gpu.first_kernel

@@ -70,7 +70,8 @@ def test_only_pinned_files_are_installed_and_what_was_not_finished_is_made_again
     *_, pinned, fused, project, kernel = machine.calls
     pip = "pip --disable-pip-version-check --no-input --no-deps"
     assert pinned.startswith(f"{pip} --require-hashes -r requirements/gpu-py312.txt")
-    assert fused.startswith(f"{pip} --no-build-isolation --require-hashes -r requirements/gpu-source.txt")
+    fresh = "--no-cache-dir --no-build-isolation"  # none that was built against another torch
+    assert fused.startswith(f"{pip} {fresh} --require-hashes -r requirements/gpu-source.txt")
     headers = "/site-packages/nvidia"
     assert f"CPATH={headers}/cudnn/include:{headers}/nccl/include:{headers}/cu13/include" in fused
     assert fused.endswith("FORCE=TRUE")
