@@ -36,7 +36,8 @@ class Machine(BareMachine):
     """A checkout in which everything that the script calls is a stand-in."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, SCRIPT, "requirements/nvcc.txt", path="/usr/bin:/bin")
+        lists = ("requirements/nvcc.txt", "requirements/dev.txt")
+        super().__init__(folder, SCRIPT, *lists, path="/usr/bin:/bin")
         self.packages = folder / ".venv-gpu" / "packages"
         self.packages.mkdir(parents=True)
         for path in ("bin/python3", "scripts/setup-gpu.sh", ".venv-gpu/bin/python"):
