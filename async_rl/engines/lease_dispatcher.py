@@ -191,7 +191,8 @@ class Balancer:
         Args:
             sticky: The engine that had the trajectory's last call.
             cached: Whether most of the call's prompt is still in that engine's prefix cache.
-            siblings: The engine that has cached the prompt of the trajectory's group.
+            siblings: The engine that has cached the prompt of the trajectory's group; it is chosen unless its
+                load is above the mean.
         """
         bound = self._load_bound()
         entry = self._entries.get(sticky) if sticky is not None and cached else None
@@ -206,7 +207,7 @@ class Balancer:
                 entry is None
                 or not entry.serves
                 or not self._has_capacity(entry)
-                or entry.load_tokens > bound
+                or (1.0 + SLACK) * entry.load_tokens > bound  # else it may be full, and another has a slot
             ):
                 entry = self._least_loaded()
         fits = entry is not None and (entry.load_tokens <= bound or not entry.counts)

@@ -119,8 +119,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self.call_later(work_s, work)
         return future
 
-    async def shutdown_default_executor(self) -> None:
-        """Let all threads come to the end of their work."""
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Let all threads come to the end of their work; from 3.12 on, Python passes a limit."""
         for work in list(self._at_work.values()):
             work()
 

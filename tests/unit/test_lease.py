@@ -199,25 +199,24 @@ async def test_a_trajectory_returns_to_its_engine_unless_that_is_clearly_busier(
                 assert lease.engine.engine_id == expected
 
 
-async def test_siblings_follow_their_prompt_until_it_is_flushed_or_its_engine_is_clearly_busier():
-    pool = make_pool("a", "b")
+async def test_siblings_follow_their_prompt_until_it_is_flushed_or_its_engine_is_busier_than_most():
+    pool = make_pool("a", "b", "c")
     async with AsyncExitStack() as running:
 
-        async def engine_of(key: str, tokens: int, group: str, prompt: int = 50) -> tuple[str, int]:
+        async def placed(key: str, tokens: int, group: str, prompt: int = 50) -> tuple[str, int]:
             lease = pool.dispatcher.lease(key, tokens=tokens, prompt=prompt, group=group)
             given = await running.enter_async_context(lease)
             return given.engine.engine_id, given.prefill_tokens
 
-        assert await engine_of("other", 1000, "") == ("a", 50)
-        assert await engine_of("g0", 1001, "g") == ("b", 50)
-        assert await engine_of("g1", 100, "g") == ("b", 1)  # the least loaded is `a`
-        assert await engine_of("h0", 10, "h") == ("a", 50)
-        pool.hold_engine("b")
-        pool.serve_engine("b", 1)  # its cache was flushed
-        assert await engine_of("g2", 10, "g", prompt=80) == ("a", 80)
-        assert await engine_of("g3", 10, "g", prompt=80) == ("a", 30)  # they have 50 tokens in common
-        assert await engine_of("big", 1000, "") == ("a", 50)
-        assert await engine_of("g4", 10, "g") == ("b", 50)
+        assert await placed("x", 1000, "") == ("a", 50)
+        assert await placed("g0", 900, "g") == ("b", 50)
+        assert await placed("y", 800, "") == ("c", 50)
+        assert await placed("g1", 100, "g") == ("b", 1)  # `c` has the least load
+        assert await placed("g2", 10, "g") == ("c", 50)  # now `b` is above the mean
+        pool.hold_engine("c")
+        pool.serve_engine("c", 1)  # its cache was flushed
+        assert await placed("g3", 10, "g", prompt=80) == ("c", 80)
+        assert await placed("g4", 10, "g", prompt=80) == ("c", 30)  # they have 50 tokens in common
 
 
 async def test_the_oldest_version_counts_engines_that_are_being_updated():
