@@ -506,7 +506,8 @@ def _assumptions(w: Workload, updates: Sequence[str], of: str = "") -> str:
         if w.sigma == 0
         else f"answers lognormal, mean {w.mean_tokens:,.0f}, sigma {w.sigma}, cut at {w.max_tokens:,}"
     )
-    turns = f", in {w.turns} turns with {w.tool_tokens} tokens of a tool after {w.tool_s} s" * (w.turns > 1)
+    tool = f"after {w.tool_s} s" + f" in the mean, sigma {w.tool_sigma}" * (w.tool_sigma > 0)
+    turns = f", in {w.turns} turns with {w.tool_tokens} tokens of a tool {tool}" * (w.turns > 1)
     copying = f", copying {w.snapshot_s:.3g} s" * (w.snapshot_s > 0)
     trainer = (
         "a step takes 0.9 of its fluid generation time"

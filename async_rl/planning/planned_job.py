@@ -38,7 +38,7 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES, StepRecord, Summary
 from async_rl.observability.text_console import TextConsole
-from async_rl.planning.coarse_engine import MARKS, CoarseEngine, EngineSpeed, Usage
+from async_rl.planning.coarse_engine import MARKS, CoarseEngine, Usage
 from async_rl.planning.virtual_time import run_virtual
 from async_rl.planning.workload import (
     EndlessTasks,
@@ -188,14 +188,7 @@ class _Job:
             1, min(workload.prompt_tokens // MARKS, int(workload.mean_tokens / _MIN_TOKENS))
         )
         scale = self.scale
-        self.speed = EngineSpeed(
-            slots=max(1, self.slots // coarsen),
-            decode_base_s=workload.decode_base_s * scale,
-            decode_per_call_s=workload.decode_per_call_s * scale * coarsen,
-            prefill_tokens_per_s=workload.prefill_tokens_per_s / scale / coarsen,
-            update_s=workload.sync_s,
-            shares_prompts=workload.shares_prompts,
-        )
+        self.speed = workload.engine_speed(self.slots, scale, coarsen)
         self.groups_per_batch = max(1, config.trainer.groups_per_batch // coarsen)
         self.config = self._simulated(config)
         self.tasks = EndlessTasks(workload, scale, simulation.seed, config.rollout.group_size)
@@ -257,11 +250,8 @@ class _Job:
 
     def train_s(self, tokens: int, sampled: int) -> float:
         """Seconds of a step with this number of simulated tokens."""
-        workload, real = self._workload, self.scale * self._simulation.coarsen
-        if workload.train_tokens_per_s is None:
-            generation_s = sampled * real / (self.fluid * workload.expected_tokens)
-            return workload.train_base_s + 0.9 * generation_s
-        return workload.train_base_s + tokens * real / workload.train_tokens_per_s
+        real = self.scale * self._simulation.coarsen
+        return self._workload.train_s(tokens * real, sampled * real, self.fluid)
 
     async def run(self) -> Summary:
         """The whole run."""

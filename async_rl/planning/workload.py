@@ -16,17 +16,21 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, overload
+from itertools import pairwise
+from typing import Annotated, Any, Final, NamedTuple, overload
 
 import numpy as np
 
 from async_rl.config.base import Meta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
-from async_rl.planning.coarse_engine import MARKS, mark
+from async_rl.planning.coarse_engine import MARKS, EngineSpeed, mark
 from async_rl.rollout.session.api import Session
 from async_rl.types import Completion, Int32Array, Task
 
 _NUM_TASKS: Final = 1 << 40
 """As good as endless."""
+
+_TRAIN_SHARE: Final = 0.9
+"""A step's share of its batch's fluid generation time, where nothing says the trainer's speed."""
 
 
 class Workload(Strict, frozen=True, kw_only=True):
@@ -48,7 +52,9 @@ class Workload(Strict, frozen=True, kw_only=True):
     tool_tokens: NonNegativeInt = 0
     """Tokens read between two turns."""
     tool_s: NonNegativeFloat = 0.0
-    """Seconds between two turns."""
+    """Mean seconds between two turns, in which a tool runs."""
+    tool_sigma: NonNegativeFloat = 0.0
+    """Standard deviation of the logarithm of that time; 0 makes all equal."""
     decode_base_s: NonNegativeFloat = 0.012
     """Seconds of a decode step, whatever the number of running calls; default: computed for `--hardware`, if
     engines run on GPUs and `model.path` says the model, else 12 ms."""
@@ -148,14 +154,62 @@ class Workload(Strict, frozen=True, kw_only=True):
         drawn = generator.lognormvariate(math.log(self.mean_tokens) - self.sigma**2 / 2, self.sigma)
         return max(self.turns, min(round(drawn), self.max_tokens))
 
+    def tool_time_s(self, generator: random.Random) -> float:
+        """Draw the time of one tool call."""
+        if not self.tool_s or not self.tool_sigma:
+            return self.tool_s
+        return generator.lognormvariate(math.log(self.tool_s) - self.tool_sigma**2 / 2, self.tool_sigma)
+
+    def train_s(self, tokens: float, sampled: float, fluid: float) -> float:
+        """Return the seconds of a trainer step.
+
+        Args:
+            tokens: Tokens of the batch, prompts and tool results included.
+            sampled: Tokens that engines sampled among them.
+            fluid: The fluid bound of the job, trajectories a second.
+        """
+        if self.train_tokens_per_s is None:
+            return self.train_base_s + _TRAIN_SHARE * sampled / (fluid * self.expected_tokens)
+        return self.train_base_s + tokens / self.train_tokens_per_s
+
+    def engine_speed(self, slots: int, scale: int, coarsen: int = 1) -> EngineSpeed:
+        """Return the speed of an engine whose tokens and calls stand for several real ones each.
+
+        Args:
+            slots: Real calls that it decodes together.
+            scale: Real tokens for each simulated one.
+            coarsen: Real trajectories for each simulated one.
+        """
+        return EngineSpeed(
+            slots=max(1, slots // coarsen),
+            decode_base_s=self.decode_base_s * scale,
+            decode_per_call_s=self.decode_per_call_s * scale * coarsen,
+            prefill_tokens_per_s=self.prefill_tokens_per_s / scale / coarsen,
+            update_s=self.sync_s,
+            shares_prompts=self.shares_prompts,
+        )
+
 
 def fluid_rate(engines: int, slots: int, workload: Workload) -> float:
     """The fluid bound, trajectories a second; see the module for the formula."""
     return engines * slots / workload.step_s(slots) / workload.expected_tokens
 
 
+class PlannedTurn(NamedTuple):
+    """One turn of a trajectory, in simulated tokens."""
+
+    wait_s: float
+    """Seconds before it, in which a tool runs."""
+    read: int
+    """Tokens that are new in its prompt: the task's prompt or a tool's result."""
+    sampled: int
+
+
 class EndlessTasks(Sequence[Task]):
-    """Tasks without an end; a task's answers depend on seed and index only, not on the order of requests."""
+    """Tasks without an end; the order of requests changes none of them.
+
+    Seed and index decide the answers of a task, with sibling and turn also the times of its tools.
+    """
 
     def __init__(self, workload: Workload, scale: int, seed: int, group_size: int) -> None:
         self._workload = workload
@@ -171,6 +225,21 @@ class EndlessTasks(Sequence[Task]):
         generator = random.Random(self._seed * _NUM_TASKS + index)
         draws = (self._workload.answer_tokens(generator) for _ in range(self.group_size))
         return [max(self._workload.turns, round(tokens / self._scale)) for tokens in draws]
+
+    def turns(self, index: int) -> list[list[PlannedTurn]]:
+        """The turns of each sibling."""
+        return [self._turns(index, *numbered) for numbered in enumerate(self.answers(index))]
+
+    def _turns(self, index: int, sibling: int, tokens: int) -> list[PlannedTurn]:
+        workload = self._workload
+        tools = random.Random(f"{self._seed}/{index}/{sibling}")
+        ends = [tokens * turn // workload.turns for turn in range(workload.turns + 1)]
+        first = PlannedTurn(0.0, max(MARKS, workload.prompt_tokens // self._scale), ends[1])
+        read = max(MARKS, workload.tool_tokens // self._scale)
+        return [
+            first,
+            *(PlannedTurn(workload.tool_time_s(tools), read, e - b) for b, e in pairwise(ends[1:])),
+        ]
 
     def ks_distance(self, answers: Int32Array) -> float:
         """Largest distance between the distribution function of some answers and that of all there are.
@@ -192,45 +261,35 @@ class EndlessTasks(Sequence[Task]):
     def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        workload = self._workload
         return Task(
             task_id=str(index),
             messages=[],
-            metadata={
-                "number": index,
-                "answers": self.answers(index),
-                "prompt_tokens": max(MARKS, workload.prompt_tokens // self._scale),
-                "turns": workload.turns,
-                "tool_tokens": max(MARKS, workload.tool_tokens // self._scale),
-                "tool_s": workload.tool_s,
-            },
+            metadata={"number": index, "siblings": self.turns(index)},
         )
 
 
 class PlannedLoop:
-    """The agent loop of a plan: turns of given lengths, with a tool's time in between."""
+    """The agent loop of a plan: turns of given lengths, with tools' times in between."""
 
     def __init__(self) -> None:
         self._started: Counter[int] = Counter()
 
     async def run(self, task: Task, session: Session) -> None:
         """Implements `AgentLoop.run`."""
-        plan = task.metadata
-        number, answers, turns = plan["number"], plan["answers"], plan["turns"]
-        sibling = self._started[number] % len(answers)
+        number, siblings = task.metadata["number"], task.metadata["siblings"]
+        sibling = self._started[number] % len(siblings)
         self._started[number] += 1
-        tokens, length = answers[sibling], plan["prompt_tokens"]
-        identity = {"trajectory": number * len(answers) + sibling + 1, "group": number + 1}
-        for turn in range(turns):
-            share = tokens * (turn + 1) // turns - tokens * turn // turns
-            if turn:
-                await asyncio.sleep(plan["tool_s"])
-                length += plan["tool_tokens"]
-                session.add_messages([{"length": plan["tool_tokens"], "stop_at": length + share}])
+        identity = {"trajectory": number * len(siblings) + sibling + 1, "group": number + 1}
+        length = 0
+        for wait_s, read, sampled in siblings[sibling]:
+            message = {"length": read, "stop_at": length + read + sampled}
+            if length:
+                await asyncio.sleep(wait_s)
+                session.add_messages([message])
             else:
-                session.start([{"length": length, "stop_at": length + share, **identity}])
+                session.start([message | identity])
             await session.generate()
-            length += share
+            length += read + sampled
 
 
 class PlannedChat:

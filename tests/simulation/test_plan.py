@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -82,6 +83,24 @@ def test_prefix_is_found_and_the_tool_costs_its_time_when_answers_have_turns() -
     # Each sibling is fed its prompt, then the 10 tokens of the tool; what it sampled is in the cache.
     assert plan.prefilled == pytest.approx(0.4)
     assert plan.trajectories_per_s == pytest.approx(4 / (4 * 0.040 + 1.4 + 1.0), rel=0.02)
+
+
+def test_tool_times_have_the_stated_mean_and_spread_and_belong_to_their_turn() -> None:
+    world = replace(EQUAL, turns=4, tool_tokens=10, tool_s=20.0, tool_sigma=0.8)
+    tasks = EndlessTasks(world, 1, 3, 4)
+    siblings = [turns for task in range(2000) for turns in tasks.turns(task)]
+    waits = np.array([[turn.wait_s for turn in turns] for turns in siblings])
+    assert (waits[:, 0] == 0).all()
+    tools = waits[:, 1:].ravel()
+    assert tools.mean() == pytest.approx(20.0, rel=0.02)
+    assert np.log(tools).std() == pytest.approx(0.8, rel=0.02)
+    assert len(np.unique(tools)) == len(tools)
+    assert EndlessTasks(world, 1, 3, 4).turns(1234) == siblings[4 * 1234 : 4 * 1235]
+    # More siblings, turns and another mean length leave each of these times as it is.
+    other = EndlessTasks(replace(world, turns=6, mean_tokens=90), 1, 3, 8).turns(1234)[2]
+    assert [turn.wait_s for turn in other[:4]] == [turn.wait_s for turn in siblings[4 * 1234 + 2]]
+    equal = EndlessTasks(replace(world, tool_sigma=0.0), 1, 3, 4).turns(0)[0]
+    assert [turn.wait_s for turn in equal] == [0.0, 20.0, 20.0, 20.0]
 
 
 def test_plan_is_the_same_when_the_seed_is() -> None:
