@@ -49,7 +49,7 @@ class Ours(Policy, frozen=True, kw_only=True):
     interrupt: InterruptMode = "in_place"
     rollout: dict[str, object] = msgspec.field(default_factory=dict)
     every: int = 1
-    """Engines get one of this number of versions."""
+    """Engines take every so manyth version."""
 
     @property
     def interrupts(self) -> InterruptMode:
@@ -58,7 +58,6 @@ class Ours(Policy, frozen=True, kw_only=True):
 
     def config(self, world: World, groups: int, bound: float) -> Config:
         """Return the config of a job in a world."""
-        every = {"every": self.every} if self.every > 1 else {}
         return parse_config(
             {
                 "model": {"path": "none"},
@@ -70,7 +69,7 @@ class Ours(Policy, frozen=True, kw_only=True):
                     "max_staleness": bound,
                     **self.rollout,
                 },
-                "weights": {"interrupt": self.interrupt, **every},
+                "weights": {"interrupt": self.interrupt, "every": self.every},
                 "routing": {"replay": "off", "merge": merge_for(self.interrupt)},
                 "trainer": {"groups_per_batch": groups},
             }
@@ -89,6 +88,7 @@ _LONG_ANSWERS: Final = ("base", 32), ("long_tail", 128), ("multi_turn", 128)
 OURS: Final = (
     Ours(name="async_rl, in place"),
     Ours(name="async_rl, abort", interrupt="abort"),
+    Ours(name="async_rl, abort, every 2", interrupt="abort", every=2),
     Ours(name="async_rl, in place, drop", rollout={"staleness_policy": "drop"}, only=_LONG_ANSWERS),
     Ours(
         name="async_rl, in place, mask_tokens",

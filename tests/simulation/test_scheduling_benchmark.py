@@ -12,7 +12,7 @@ from async_rl.planning.workload import Workload
 from benchmarks import scheduling
 from benchmarks.scheduling import OURS, Ours, jobs_in, run_job
 from benchmarks.support.peer_schedulers import PEERS, PeerPolicy, RollingKept
-from benchmarks.support.worlds import BASE, WORLDS, Length, Policy, World
+from benchmarks.support.worlds import WORLDS, Length, Policy, World
 
 TINY = World(
     name="tiny",
@@ -76,19 +76,6 @@ def test_training_takes_most_of_the_fluid_generation_time_in_the_hardware_world(
     sampled = trajectories * world.workload.expected_tokens
     train_s = world.workload.train_s(trajectories * world.workload.trajectory_tokens, sampled, world.fluid)
     assert train_s == pytest.approx(0.92 * trajectories / world.fluid, rel=0.01)
-
-
-def test_engines_are_updated_less_often_only_where_the_variant_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trees = []
-    monkeypatch.setattr(scheduling, "parse_config", trees.append)
-    for every in (1, 2):
-        Ours(name="", interrupt="abort", every=every).config(BASE, 32, 8)
-    assert [tree["weights"] for tree in trees] == [
-        {"interrupt": "abort"},
-        {"interrupt": "abort", "every": 2},
-    ]
 
 
 def test_rows_are_written_as_json_when_a_world_is_chosen(

@@ -136,6 +136,9 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     "check_corrections": [
         ("trainer.loss.importance.level=off", "nothing corrects for data of older weights"),
     ],
+    "check_updates": [
+        ("{rollout: {max_staleness: 1}, weights: {every: 3}}", "set weights.every=2 or less"),
+    ],
     "check_routing": [
         ("{routing: {replay: r2}, trainer: {loss: {old_log_probs: rollout}}}", "is rollout: set it to"),
         (
@@ -159,6 +162,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
     ],
     "check_sharing": [
         ("{placement: {shared: true}, weights: {interrupt: retract}}", "set weights.interrupt=abort"),
+        ("{placement: {shared: true}, weights: {every: 2}}", "set weights.every=1"),
         (
             "{placement: {shared: true}, weights: {transport: distributed}}",
             "set weights.transport=tensor, or disk",
