@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Check the environment of `make setup-gpu` on a machine without a GPU: install it with nvcc from its package, import all
 # of it, and run the fast tests and the trainer's with CUDA hidden. By hand, before a release and whenever a pin in
-# requirements/gpu* moves: about an hour on 2 cores, and 15 GB of disk.
+# requirements/gpu* moves: one to one and a half hours on 2 cores, and 15 GB of disk.
 #
 #   PYTHON, MAX_JOBS   as for scripts/setup-gpu.sh
 #   TESTS=PATH         these tests only
