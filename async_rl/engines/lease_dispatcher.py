@@ -333,7 +333,7 @@ class LeaseDispatcher:
         self.valid_until_s = math.inf
         """Until when this process may call engines; the driver always may."""
         self._cached_prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
-        self._group_prompts: OrderedDict[str, CachedPrefix] = OrderedDict()
+        self._group_prompts: dict[str, CachedPrefix] = {}
         """Which engine a call of each group was given last; `tokens` are those of the prompt."""
         self._numbers = count(1)
         """Of leases, when they are asked for and when they are placed."""
@@ -434,9 +434,13 @@ class LeaseDispatcher:
         if (prefix := self._cached_prefixes.get(key)) is not None:
             self._cached_prefixes[other] = prefix
 
-    def forget_trajectory(self, key: str) -> None:
-        """Forget the sticky engine of a trajectory that has ended."""
+    def forget_trajectory(self, key: str, group: str = "") -> None:
+        """Forget the sticky engine of a trajectory that has ended, and that of its group's prompt.
+
+        The next call of the group remembers an engine again. So nothing is kept of a group that has ended.
+        """
         self._cached_prefixes.pop(key, None)
+        self._group_prompts.pop(group, None)
 
     # -- what leases report -------------------------------------------------------------------------------
 
@@ -527,9 +531,6 @@ class LeaseDispatcher:
         self._group_prompts[request.group] = CachedPrefix(
             grant.engine_id, grant.restart_count, grant.num_flushes, tokens
         )
-        self._group_prompts.move_to_end(request.group)
-        if len(self._group_prompts) > _MAX_CACHED_PREFIXES:
-            self._group_prompts.popitem(last=False)
 
     def _end_lease(self, lease: Lease) -> None:
         slot, request, engine_id = lease.slot, lease.request, lease.engine.engine_id

@@ -499,6 +499,9 @@ class LocalBackend(RolloutBackend):
             if (inspected := self._inspected) is not None:
                 await asyncio.to_thread(inspected.keep, failed, attempt.number)
             raise
+        finally:
+            for each in session.tree:
+                each.transcript.release_engine()
 
     async def _store_tree(
         self,

@@ -16,6 +16,7 @@ import pytest
 
 from async_rl.config import Config
 from async_rl.engine_protocol import Engine, WeightUpdate
+from async_rl.engines.lease_dispatcher import LeaseDispatcher
 from async_rl.engines.sglang.server import free_port
 from async_rl.engines.simulated import scored_tokens
 from async_rl.errors import AsyncRLError, NonFiniteLoss
@@ -160,6 +161,28 @@ def noting_versions(engine: Engine, versions: list[int]) -> Callable[..., Awaita
         await update_weights(update, flush=flush)
 
     return noted
+
+
+async def test_the_engine_of_a_groups_prompt_is_forgotten_when_its_trajectories_end_or_fail(
+    calculator, tmp_path, monkeypatch
+):
+    last, lease, forget = dict[str, str](), LeaseDispatcher.lease, LeaseDispatcher.forget_trajectory
+
+    def noted_lease(self: LeaseDispatcher, key: str, tokens: int, *, group: str = "", **options: Any) -> Any:
+        last[group] = "lease"
+        return lease(self, key, tokens, group=group, **options)
+
+    def noted_forget(self: LeaseDispatcher, key: str, group: str = "") -> None:
+        last[group] = "forget"
+        forget(self, key, group)
+
+    monkeypatch.setattr(LeaseDispatcher, "lease", noted_lease)
+    monkeypatch.setattr(LeaseDispatcher, "forget_trajectory", noted_forget)
+    flaky = f"{__name__}:FlakyReward.score"
+    config = make_config(calculator, tmp_path, f"rollout.reward={flaky}", "rollout.max_failed_share=1.0")
+    await run(config, LocalCluster(config, step_s=0.02))
+    assert len(last) >= 6 * 4
+    assert set(last.values()) == {"forget"}
 
 
 async def test_ranks_have_their_places_before_engines_take_any(calculator, tmp_path):

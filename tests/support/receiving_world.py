@@ -168,6 +168,7 @@ def world_of(
         abortable_servers=True,
         open_port=open_port,
         local_folder=lambda engine_id: SimpleNamespace(),
+        ranks_beside=lambda engine_id: (),
     )
     weights = WeightsConfig(transport=transport, bucket_bytes=ranks.bucket_bytes, timeout_s=60.0)
     sync = WeightSync(

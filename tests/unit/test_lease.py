@@ -217,6 +217,9 @@ async def test_siblings_follow_their_prompt_until_it_is_flushed_or_its_engine_is
         pool.serve_engine("c", 1)  # its cache was flushed
         assert await placed("g3", 10, "g", prompt=80) == ("c", 80)
         assert await placed("g4", 10, "g", prompt=80) == ("c", 30)  # they have 50 tokens in common
+        pool.dispatcher.forget_trajectory("g4", "g")  # so nothing is kept of a group that has ended
+        assert (await placed("g5", 10, "g", prompt=80))[1] == 80
+        assert (await placed("g6", 10, "g", prompt=80))[1] == 1
 
 
 async def test_the_oldest_version_counts_engines_that_are_being_updated():

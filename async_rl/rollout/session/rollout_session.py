@@ -761,10 +761,7 @@ class RolloutSession:
             AlignmentError: The routing does not fit the tokens.
         """
         self._append_unread()
-        try:
-            trace = await self.transcript.build_trace()  # may fetch rows from the engine that has them cached
-        finally:
-            self.transcript.release_engine()
+        trace = await self.transcript.build_trace()  # may fetch rows from the engine that has them cached
         return self._trajectory(trace, stop_reason, reward_parts, error=None)
 
     def failed_trajectory(self, error: Exception) -> Trajectory:

@@ -244,7 +244,7 @@ class Transcript:
 
     def release_engine(self) -> None:
         """Tell the pool that this trajectory makes no more turns."""
-        self._context.calls.forget_trajectory(self.trajectory_id)
+        self._context.calls.forget_trajectory(self.trajectory_id, self._group_id)
 
     async def write_turn(
         self, budget: int, stop: Sequence[str], listener: GrowingText | None = None
