@@ -23,9 +23,7 @@ do not raise it above the correct ones' mean. `--plot` draws a JSON file of befo
 from __future__ import annotations
 
 import math
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -36,9 +34,8 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script finds only modules of its own folder
 
 from async_rl.observability.records import step_record_log
+from benchmarks.support.calculator_runs import train_calculator
 from benchmarks.support.tables import argument_parser, report
-
-ROOT: Final = Path(__file__).parent.parent
 
 VARIANTS: Final = {
     "correct": (),
@@ -69,21 +66,8 @@ class Row(msgspec.Struct, frozen=True):
 
 def train(variant: str, mode: str, steps: int, folder: Path) -> list[Row]:
     """Run the loop and return its steps."""
-    name = f"{variant}-{mode}"
-    command = [sys.executable, "-m", "async_rl.cli.main", "train", "examples/calculator/config.yaml"]
-    overrides = [f"run.name={name}", f"run.dir={folder}", f"run.max_steps={steps}", "model.dtype=bfloat16"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with (folder / f"{name}.log").open("w") as log:
-        done = subprocess.run(
-            [*command, *overrides, *VARIANTS[variant], *MODES[mode]],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    if done.returncode:
-        sys.exit(f"{name} failed with {done.returncode}:\n{(folder / f'{name}.log').read_text()[-3000:]}")
+    overrides = [f"run.max_steps={steps}", "model.dtype=bfloat16", *VARIANTS[variant], *MODES[mode]]
+    run_dir = train_calculator(f"{variant}-{mode}", folder, overrides)
     return [
         Row(
             variant=variant,
@@ -94,7 +78,7 @@ def train(variant: str, mode: str, steps: int, folder: Path) -> list[Row]:
             interrupted=record.interrupted,
             reward=record.reward_mean,
         )
-        for record in step_record_log(folder / name / "metrics.jsonl").read()
+        for record in step_record_log(run_dir / "metrics.jsonl").read()
     ]
 
 
