@@ -92,7 +92,7 @@ def _add_check_options(parser: argparse.ArgumentParser) -> None:
 
 def _run_check(parsed: argparse.Namespace) -> int:
     from async_rl.cli.memory import show_memory
-    from async_rl.cli.plan import describe_update
+    from async_rl.cli.plan import describe_interrupts, describe_update
     from async_rl.config import load_config
     from async_rl.errors import ConfigError
 
@@ -125,6 +125,7 @@ def _run_check(parsed: argparse.Namespace) -> int:
         findings += check_sft(config)
     if trains:
         findings += describe_update(config, parsed.gpus_per_node)
+        findings += describe_interrupts(config, parsed.gpus_per_node)
     if gpus := parsed.gpus_per_node or gpus_of_a_node(config):
         findings += placement_table(config, gpus)
     if parsed.here:

@@ -25,6 +25,7 @@ from async_rl.observability.long_work import LongWork
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.observability.text_console import TextConsole
 from async_rl.planning.hardware import DEVICES, shape_of, speeds_on
+from async_rl.planning.interruption_cost import LEAST_GAIN, describe_interruption, nearest_change
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.planning.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
 from async_rl.planning.update_costs import estimate_update
@@ -99,7 +100,7 @@ def plan(
     updates = [f"pause of an update {workload.sync_s:.3g} s"]
     if is_computed:
         updates = [] if num_bytes else [f"{updates[0]}, as model.path does not say the model's size"]
-    workloads, plans, loads, sentences = [], [], [], []
+    workloads, plans, loads, sentences, interruptions = [], [], [], [], []
     for number in engines or (base,):
         if num_bytes:
             update = estimate_update(config, workload, num_bytes, number, gpus_of_a_node(config))
@@ -120,15 +121,28 @@ def plan(
         loads.append(process_load(plans[-1], work, measured, workers, frame_nodes=nodes))
         sentence = process_bottleneck(loads[-1], work) or bottleneck(plans[-1], job, work)
         sentences.append(sentence + queue_remark(plans[-1], job, nodes) + workers_remark(loads[-1]))
+        change = nearest_change(job, work)
+        if change is not None and len(engines) < 2:  # among several numbers it is only computed
+            title = f"simulating {' '.join(change.overrides)}"
+            with LongWork(title, "steps", how.warmup + how.versions) as shown:
+                changed = simulate(change.config, work, how, on_step=shown.show_done)
+            gain = changed.relative / plans[-1].relative
+            change = change._replace(gain=gain) if gain >= LEAST_GAIN else None
+        interruptions.append(describe_interruption(job, work, change))
     if as_json:
         rows = [
-            msgspec.to_builtins(p) | msgspec.to_builtins({"workload": w, "processes": q, "bottleneck": s})
-            for p, w, q, s in zip(plans, workloads, loads, sentences, strict=True)
+            msgspec.to_builtins(p)
+            | msgspec.to_builtins({"workload": w, "processes": q, "bottleneck": s, "interruption": i})
+            for p, w, q, s, i in zip(plans, workloads, loads, sentences, interruptions, strict=True)
         ]
         print_text(json.dumps({"plans": rows}, indent=1))
     else:
         of = f" (what is not given is arithmetic for an {hardware or _USUAL})" if speeds else ""
-        _show(TextConsole(), _assumptions(workload, updates, of), plans, loads, sentences, remark)
+        told = [
+            " ".join([s, *(f"{line[0].upper()}{line[1:]}." for line in i)])
+            for s, i in zip(sentences, interruptions, strict=True)
+        ]
+        _show(TextConsole(), _assumptions(workload, updates, of), plans, loads, told, remark)
     return 0
 
 
@@ -145,6 +159,28 @@ def describe_update(config: Config, gpus_per_node: int | None) -> list[str]:
     gpus = gpus_of_a_node(config) if gpus_per_node is None else gpus_per_node
     update = estimate_update(config, Workload(), num_bytes, num_engines(config), gpus)
     return [f"weights by {config.weights.transport}: {update}"]
+
+
+def describe_interrupts(config: Config, gpus_per_node: int | None) -> list[str]:
+    """Return lines on what the config's way to interrupt calls costs, by arithmetic on a plan's figures.
+
+    Args:
+        config: The run's config.
+        gpus_per_node: As for `describe_update`.
+    """
+    rollout = config.rollout
+    prompt = max(1, min(Workload().prompt_tokens, rollout.max_context_tokens - rollout.max_new_tokens))
+    workload = workload_for(config, None, {"prompt_tokens": prompt})
+    speeds, num_bytes = computed_speeds(config, workload), version_bytes(config)
+    if speeds and num_bytes:
+        gpus = gpus_of_a_node(config) if gpus_per_node is None else gpus_per_node
+        update = estimate_update(config, workload, num_bytes, num_engines(config), gpus)
+        workload = replace(workload, sync_s=update.pause_s, publish_s=update.publish_s, **speeds)
+        lines = describe_interruption(config, workload, nearest_change(config, workload))
+    else:
+        lines = describe_interruption(config, workload, None, knows_speeds=False)
+    assumed = f"prompts of {prompt:,} and answers of {workload.mean_tokens:,.0f} tokens"
+    return [f"{line} ({assumed} assumed; async-rl plan takes yours)" for line in lines[:1]] + lines[1:]
 
 
 def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float]) -> Workload:

@@ -38,6 +38,11 @@ def value_of(metric: Counter | Gauge) -> float:
     return float(metric._value.get())
 
 
+def totals_of(histogram: Histogram) -> tuple[float, float]:
+    """Return the sum and the number of observations of a histogram, or of a labelled child."""
+    return float(histogram._sum.get()), sum(float(bucket.get()) for bucket in histogram._buckets)
+
+
 def observe_all(histogram: Histogram, values: Sequence[float]) -> None:
     """Observe values of a histogram without labels, the buckets of all of them at once."""
     bounds = histogram._upper_bounds

@@ -121,6 +121,10 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
     """What it wrote or sent, bytes."""
     pause_s: float = 0.0
     """Longest time an engine took no requests, beyond the transfer."""
+    prefilled_again_tokens: int = 0
+    """Tokens that engines prefilled again since the last step, because an update flushed them."""
+    prefilled_again_s: Figure = None
+    """Mean time that the calls of such tokens, and of others that were lost, waited for their next token."""
     in_flight: int = 0
     queued: int = 0
     dropped: int = 0

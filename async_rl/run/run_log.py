@@ -22,7 +22,7 @@ from async_rl.engines.pool import EnginePool
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
-from async_rl.observability.metrics import Metrics, observe_all, value_of
+from async_rl.observability.metrics import Metrics, observe_all, totals_of, value_of
 from async_rl.observability.records import (
     COUNTS,
     FIGURES,
@@ -111,6 +111,8 @@ class RunLogger:
         """Start of the run on the clock, moved back by the seconds of earlier incarnations."""
         self._last_record = 0.0, 0.0
         """The time on the clock at which the last step was recorded, and the tokens sampled by then."""
+        self._last_prefills = 0.0, 0.0, 0.0
+        """What `_prefills_again` was then."""
 
     @property
     def elapsed_s(self) -> float | None:
@@ -167,6 +169,7 @@ class RunLogger:
             sampled.inc(_sampled_before(self.records))
             self._pool.restart_idle_clock()
         self._last_record = now, value_of(sampled)
+        self._last_prefills = self._prefills_again()
 
     def hold_step(self, done: TrainedStep, queue: TrajectoryQueue) -> None:
         """Hold the record of a step that the ledger has settled, for `log_step` or a checkpoint."""
@@ -188,6 +191,7 @@ class RunLogger:
         """Show a step after the update of the engines' weights, and write its record."""
         self._unrecorded[done.result.step] = record = self._record(done, report, queue)
         self._last_record = self._clock(), value_of(self._metrics.sampled_tokens_total)
+        self._last_prefills = self._prefills_again()
         self.records.append(record)
         if self._trackers is not None:
             self._trackers.log(record)
@@ -263,16 +267,27 @@ class RunLogger:
         assert self._run_begin_s is not None, "training has begun"
         now, (last_s, tokens_before) = self._clock(), self._last_record
         tokens = value_of(self._metrics.sampled_tokens_total) - tokens_before
+        again, waited_s, calls = np.subtract(self._prefills_again(), self._last_prefills).tolist()
         return _step_record(
             done,
             report,
             counts=queue.groups.ledger.counts(),
             time_s=now - self._run_begin_s,
             tokens_per_s=tokens / max(now - last_s, 1e-9),
+            prefilled_again_tokens=int(again),
+            prefilled_again_s=waited_s / calls if calls else None,
             length_ks=queue.groups.lengths.distance,
             engine_idle_share=self._pool.idle_share,
             groups_without_signal=count_groups_without_signal(done.batch, self._config.trainer.loss),
         )
+
+    def _prefills_again(self) -> tuple[float, float, float]:
+        """Return the tokens that updates made engines prefill again so far, and the waits for prefills of
+        lost tokens: seconds and calls.
+        """
+        m = self._metrics
+        tokens = value_of(m.prefilled_again_tokens_total.labels("update"))
+        return tokens, *totals_of(m.first_token_seconds.labels("again"))
 
     def _observe_step(self, batch: TakenBatch, record: StepRecord) -> None:
         """Update the Prometheus metrics with a step."""
@@ -310,6 +325,8 @@ def _step_record(
     counts: TrajectoryCounts,
     time_s: float,
     tokens_per_s: float,
+    prefilled_again_tokens: int,
+    prefilled_again_s: float | None,
     length_ks: float | None,
     engine_idle_share: float,
     groups_without_signal: int,
@@ -352,6 +369,8 @@ def _step_record(
         sync_parts=report.parts,
         sync_bytes=report.num_bytes,
         pause_s=report.pause_s,
+        prefilled_again_tokens=prefilled_again_tokens,
+        prefilled_again_s=prefilled_again_s,
         in_flight=counts.in_flight,
         queued=counts.queued,
         dropped=sum(counts.dropped.values()),

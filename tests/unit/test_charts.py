@@ -160,6 +160,22 @@ def words(records: list[StepRecord], bound: int | None = 4) -> dict[str, str | N
     return {tile.name: tile.verdict for tile in tiles(records, bound)}
 
 
+def test_the_throughput_says_what_interruptions_cost_when_updates_flush_caches() -> None:
+    def note(*figures: tuple[int, float | None]) -> str:
+        steps = [
+            replace(record, prefilled_again_tokens=tokens, prefilled_again_s=waited_s)
+            for record, (tokens, waited_s) in zip(run(len(figures), every_s=10.0), figures, strict=True)
+        ]
+        return {tile.name: tile.note for tile in tiles(steps, 4)}["throughput"]
+
+    # Of a version's 10 s, calls waited 2 s; the first of six steps is too old.
+    said = note((9999, 9.0), *[(700, 1.0), (900, 3.0)] * 2, (800, 2.0))
+    assert said.endswith("updates: 800 prefilled again each, about 0.80 of what in_place would reach")
+    assert "0.00 of what" in note((800, 2.0), (800, 12.0))
+    for kept in (note((800, 2.0)), note((0, None), (0, None))):
+        assert kept == "tokens sampled a second"
+
+
 def test_every_judged_figure_is_healthy_when_no_rule_speaks() -> None:
     assert words(run()) == {
         "reward": "healthy",

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from async_rl.cli.main import main
-from async_rl.cli.plan import calibrate
+from async_rl.cli.plan import calibrate, describe_interrupts
 from async_rl.config import load_config, reference
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.run.memory_estimate import version_bytes
@@ -56,6 +56,10 @@ def test_check_prints_what_follows_and_the_config_when_it_is_asked_for(
     assert "groups dispatched and not yet trained, at most: 4" in out
     assert "placement on" in out
     assert "weights by disk: pause of an update" in out
+    # 4 calls, each with a prompt of 96 tokens and half of an answer.
+    assert "weights.interrupt abort prefills " in out
+    assert "prompts of 96 and answers of 8 tokens assumed" in out
+    assert "of what in_place would reach" not in out, "nothing says the speeds of engines on CPUs"
     assert not (tmp_path / "runs").exists()
 
 
@@ -197,6 +201,38 @@ def test_there_is_a_plan_for_each_number_of_engines_as_a_table_or_json(
     # 3 layers with 8 experts, two a token: 6 bytes of rows beside 14 of the packed token.
     assert plan["batch_bytes"] == 2 * 2 * (8 + 16) * (14 + 6)
     assert plan["bottleneck"]
+
+
+def test_check_says_a_rate_when_the_model_and_gpus_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path)
+    gpus = ["engine.kind=sglang", "engine.device=cuda", "model.dtype=bfloat16", "rollout.max_staleness=1"]
+    config = load_config(path, gpus)
+    (line, *_) = describe_interrupts(config, 8)
+    cost = float(line.split(" of what in_place would reach")[0].split()[-1])
+    assert 0.9 < cost <= 1, "a tiny model prefills at once"
+    assert describe_interrupts(load_config(path, [*gpus, "rollout.max_staleness=0"]), 8) == []
+
+
+def test_a_plan_simulates_the_change_that_makes_interruptions_cheaper(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ["--mean-tokens", "16", "--prompt-tokens", "64", "--versions", "12", "--warmup", "4"]
+    slow = ["--prefill-tokens-per-s", "5000", "--train-tokens-per-s", "1e9", "--sync-s", "0"]
+    command = ["plan", str(write_run(tmp_path)), *lengths, *slow]
+    assert main([*command, "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    prefills, *_, change = plan["interruption"]
+    assert "weights.interrupt abort prefills" in prefills
+    overrides, gain = change.split(" would reach ")
+    assert main([*command, "--json", *overrides.split()]) == 0
+    (changed,) = json.loads(capsys.readouterr().out)["plans"]
+    ratio = changed["relative"] / plan["relative"]
+    assert float(gain.split()[0]) == pytest.approx(ratio, abs=0.005)
+    assert ratio > 1.03
+    assert main(command) == 0
+    assert f"{change[0].upper()}{change[1:]}." in capsys.readouterr().out
 
 
 def test_queue_is_named_when_the_plan_needs_a_larger_one(

@@ -279,3 +279,23 @@ async def test_idle_shares_and_mismatch_are_those_of_the_last_record_when_a_run_
     run_log.begin_training(1)
     assert metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") == pytest.approx(0.4)
     assert metrics.registry.get_sample_value("async_rl_engine_idle_ratio") == 0.25
+
+
+async def test_a_step_has_what_updates_made_engines_prefill_again_since_the_last_one(
+    tmp_path: Path,
+) -> None:
+    metrics = Metrics()
+    again, lost = metrics.prefilled_again_tokens_total, metrics.first_token_seconds
+    again.labels("update").inc(1000)
+    run_log = make_run_log(tmp_path, metrics)
+    run_log.begin_training(0)
+    for tokens, waits in ((70, (1.0, 2.5)), (30, (4.0,)), (0, ())):
+        again.labels("update").inc(tokens)
+        again.labels("failover").inc(5)
+        lost.labels("new").observe(9.0)
+        for waited_s in waits:
+            lost.labels("again").observe(waited_s)
+        step = len(run_log.records) + 1
+        await run_log.log_step(done(step, wait_s=2.0), SyncReport(weight_version=step), QUEUE)
+    found = [(record.prefilled_again_tokens, record.prefilled_again_s) for record in run_log.records]
+    assert found == [(70, 1.75), (30, 4.0), (0, None)]

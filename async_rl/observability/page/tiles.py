@@ -85,7 +85,7 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             f"versions; max {last.staleness_max}{bound}",
             judge_staleness(records, max_staleness),
         ),
-        _tile("throughput", "throughput", compact(last.tokens_per_s), "tokens sampled a second"),
+        _tile("throughput", "throughput", compact(last.tokens_per_s), _throughput_note(records)),
         _tile(
             "trainer-idle",
             "trainer idle",
@@ -94,6 +94,25 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             judge_trainer_idle(records),
         ),
     ]
+
+
+def _throughput_note(records: Sequence[StepRecord]) -> str:
+    """Return what updates cost in the last steps: prefills of what they interrupted, none with `in_place`.
+
+    Each call waits once per update for its next token, so what is left of its time is about the share of the
+    throughput that keeping the cache would reach.
+    """
+    note, recent = "tokens sampled a second", records[-WINDOW - 1 :]
+    again = mean(record.prefilled_again_tokens for record in recent[1:])
+    waited_s = mean(record.prefilled_again_s for record in recent[1:])
+    if not again or waited_s is None:
+        return note
+    version_s = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
+    of_in_place = max(0.0, 1 - waited_s / version_s) if version_s > 0 else 0.0
+    return (
+        f"{note}; updates: {compact(again)} prefilled again each, about {of_in_place:.2f} of what in_place "
+        "would reach"
+    )
 
 
 def sft_tiles(records: Sequence[SftRecord]) -> list[Tile]:
