@@ -266,6 +266,14 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The number of its engine calls that a weight update or a failure interrupted."""
     engine_s: float = 0.0
     """The seconds spent in engine calls, including their queues, since the last restart of the driver."""
+    first_token_s: float = 0.0
+    """The part of `engine_s` before the first token of each call."""
+    prefilled_tokens: int = 0
+    """The tokens that engines prefilled for these calls: what they had not cached."""
+    began_s: float | None = None
+    """When it began, in seconds after the attempt; None in records of an earlier version."""
+    duration_s: float = 0.0
+    """The seconds until its last token, including waits for an engine that serves."""
     metadata: dict[str, Any] = {}
     """What the agent loop noted about it with `Session.annotate`, as JSON."""
     reward: float = 0.0

@@ -204,6 +204,17 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
                 parser.add_argument(f"--{name.replace('_', '-')}", type=number, help=text)
 
 
+def _add_what_if_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="dotted.key=value",
+        help="changes to the run's config, for example rollout.max_staleness=3",
+    )
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
+
+
 # -- rollout, evaluate, inspect ---------------------------------------------------------------------------
 
 
@@ -452,6 +463,14 @@ COMMANDS: tuple[Command, ...] = (
         "bottleneck, before there is a machine. Needs neither model nor data; see docs/guide/scaling-up.md.",
         _add_plan_options,
         _calling("async_rl.cli.plan:plan", "config", "overrides"),
+    ),
+    Command(
+        "what-if",
+        "predict a past run under other settings",
+        "Fits a simulation to the run's record, compares both, and simulates the run's own trajectories "
+        "under changed settings of the scheduler. The run may be running; see docs/guide/scaling-up.md.",
+        _add_what_if_options,
+        _calling("async_rl.cli.what_if:what_if", "run", "overrides"),
     ),
     Command(
         "rollout",

@@ -29,7 +29,7 @@ from async_rl.planning.interruption_cost import LEAST_GAIN, describe_interruptio
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.planning.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
 from async_rl.planning.update_costs import estimate_update
-from async_rl.planning.workload import Workload
+from async_rl.planning.workload import Workload, num_engines
 from async_rl.run.folder import find_run_folder
 from async_rl.run.memory_estimate import model_bytes, version_bytes
 from async_rl.run.placement_table import gpus_of_a_node
@@ -248,12 +248,6 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
         "sync_s": updates_s - publish_s,
         "publish_s": publish_s,
     }
-
-
-def num_engines(config: Config) -> int:
-    """Return the number of engines of a job, including external ones."""
-    urls = config.engine.urls if isinstance(config.engine, SGLangEngines) else ()
-    return len(urls) or config.engine.num_engines
 
 
 def with_engines(config: Config, workload: Workload, number: int, *, grow: bool) -> tuple[Config, Workload]:

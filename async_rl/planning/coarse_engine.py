@@ -21,7 +21,7 @@ import asyncio
 import heapq
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Literal
@@ -66,6 +66,10 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     decode_base_s: float = 0.012
     decode_per_call_s: float = 0.00006
     prefill_tokens_per_s: float = 30000.0
+    prefill_base_s: float = 0.0
+    """Time that a pass over waiting prompts takes beside their tokens; all that wait share it."""
+    call_s: float = 0.0
+    """Time of a call that its engine does nothing for: HTTP and tokenizing. Interrupted calls have none."""
     update_s: float = 5.0
     """Pause for a weight update."""
     shares_prompts: bool = True
@@ -89,6 +93,11 @@ class Usage(msgspec.Struct, kw_only=True):
     """Decoding waited for prefills."""
     empty_s: float = 0.0
     """Lost to slots without a call: time decoding, less what all slots would have needed for its tokens."""
+    calls: int = 0
+    first_token_s: float = 0.0
+    """Of all calls together: from their arrival until they decode."""
+    decode_s: float = 0.0
+    """Of all calls together: how long they decode."""
     decoded_tokens: float = 0.0
     prefilled_tokens: int = 0
 
@@ -141,6 +150,9 @@ class CoarseEngine:
         self._idle = asyncio.Event()
         self._idle.set()
         self._still = False
+        self._slowdown = 1.0
+        self.on_busy: Callable[[], None] = lambda: None
+        """Called when it gets its first call, and when its last one has ended."""
         self._timer: asyncio.TimerHandle | None = None
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # trajectory, or minus group: tokens
         self._usage = Usage()
@@ -157,6 +169,17 @@ class CoarseEngine:
     def read_at_once(self) -> None:
         """Implements `Engine.read_at_once`. There is no connection."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has a call."""
+        return self._calls > 0
+
+    def slow_down(self, factor: float) -> None:
+        """Let everything but updates take `factor` times as long from now on: others use its machine."""
+        self._advance()
+        self._slowdown = factor
+        self._go_on()
+
     def usage(self) -> Usage:
         """Where its time went, until now."""
         self._advance()
@@ -168,14 +191,19 @@ class CoarseEngine:
         """See `Engine.generate`: everything sampled comes in one chunk, when the call ends."""
         call = _CoarseCall(request, asyncio.get_running_loop().create_future())
         self._calls += 1
+        self._usage.calls += 1
         self._idle.clear()
         self._advance()
         self._waiting.append(call)
         self._go_on()
+        if self._calls == 1:
+            self.on_busy()
         try:
             reason = await call.ended
         finally:
             self._leave(call)
+        if reason != "abort":
+            await asyncio.sleep(self._speed.call_s)
         if call.sampled:
             yield Chunk.of([0] * call.sampled, [0.0] * call.sampled)
         yield Finish(reason=reason, version_spans=tuple(call.spans))
@@ -193,16 +221,19 @@ class CoarseEngine:
         if passed <= 0.0:
             return
         usage, running = self._usage, len(self._decoding)
+        usage.first_token_s += passed * (len(self._waiting) + len(self._prefilling))
+        usage.decode_s += passed * running
         if self._still:
             usage.pause_s += passed
         elif self._prefilling:
             usage.prefill_s += passed
-            self._prefilling[0].left_s -= passed
+            self._prefilling[0].left_s -= passed / self._slowdown
         elif running:
-            steps = passed / self._speed.step_s(running)
+            steps = passed / self._slowdown / self._speed.step_s(running)
             self._progress += steps
             usage.decoded_tokens += steps * running
-            usage.empty_s += passed - steps * running / self._speed.tokens_per_s(self._speed.slots)
+            when_full_s = steps * running / self._speed.tokens_per_s(self._speed.slots) * self._slowdown
+            usage.empty_s += passed - when_full_s
         else:
             usage.empty_s += passed
 
@@ -223,7 +254,8 @@ class CoarseEngine:
             if not self._ends:
                 return
             after_s = (self._ends[0][0] - self._progress) * self._speed.step_s(len(self._decoding))
-        self._timer = asyncio.get_running_loop().call_at(self._moment + max(after_s, 0.0), self._on_time)
+        after_s = max(after_s, 0.0) * self._slowdown
+        self._timer = asyncio.get_running_loop().call_at(self._moment + after_s, self._on_time)
 
     def _on_time(self) -> None:
         self._advance()
@@ -247,6 +279,8 @@ class CoarseEngine:
         missing = max(1, tokens - cached)
         self._usage.prefilled_tokens += missing
         call.left_s = missing / self._speed.prefill_tokens_per_s
+        if not self._prefilling:
+            call.left_s += self._speed.prefill_base_s
         self._prefilling.append(call)
 
     def _decode(self, call: _CoarseCall) -> None:
@@ -290,6 +324,7 @@ class CoarseEngine:
         self._calls -= 1
         if not self._calls:
             self._idle.set()
+            self.on_busy()
         self._go_on()
 
     def _remember(self, key: int, tokens: int) -> None:

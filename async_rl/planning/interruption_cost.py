@@ -23,9 +23,9 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from async_rl.config import Config, SGLangEngines
+from async_rl.config import Config
 from async_rl.engine_protocol import InterruptMode
-from async_rl.planning.workload import Workload, fluid_rate
+from async_rl.planning.workload import Workload, fluid_rate, num_engines
 
 LEAST_GAIN: Final = 1.03
 """A change that gains less is not worth a sentence: seeds differ by 2%."""
@@ -182,7 +182,7 @@ def _interrupts(config: Config) -> bool:
 
 def _version(config: Config, workload: Workload, interrupt: InterruptMode | None = None) -> _Version:
     """Return the times of a version, with another mode than the config's if one is given."""
-    engines, every, bound = _num_engines(config), config.weights.every, config.rollout.max_staleness
+    engines, every, bound = num_engines(config), config.weights.every, config.rollout.max_staleness
     in_flight = ceil(config.rollout.max_concurrent_trajectories / engines)
     running = min(config.engine.max_running_requests, in_flight)
     batch = config.trainer.groups_per_batch * config.rollout.group_size
@@ -202,8 +202,3 @@ def _version(config: Config, workload: Workload, interrupt: InterruptMode | None
         longest_s=workload.max_tokens * workload.step_s(running) + (workload.turns - 1) * workload.tool_s,
         bound=bound,
     )
-
-
-def _num_engines(config: Config) -> int:
-    urls = config.engine.urls if isinstance(config.engine, SGLangEngines) else ()
-    return len(urls) or config.engine.num_engines

@@ -47,6 +47,7 @@ from async_rl.planning.workload import (
     Workload,
     fluid_rate,
     no_reward,
+    num_engines,
 )
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.inputs import RunInputs
@@ -81,6 +82,28 @@ class PlannedRun(Strict, frozen=True, kw_only=True):
     """Real trajectories for each simulated one; default: 1 for up to 2048 in flight."""
     scale: int | None = None
     """Real tokens for each simulated one; None takes as many as lengths allow."""
+
+
+class Sharing(msgspec.Struct, frozen=True, kw_only=True):
+    """How much those that share a machine slow each other down; all 0 where each has devices of its own."""
+
+    by_trainer: float = 0.0
+    """What a trainer that trains adds to the times of an engine, as a share of them."""
+    by_engine: float = 0.0
+    """What each other engine with calls adds to them."""
+    of_trainer: float = 0.0
+    """What engines add to a trainer step if all of them have calls, as a share of it."""
+
+
+class SimulatedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole simulated run, as it would have been recorded."""
+
+    records: list[StepRecord]
+    """All steps, those of the warm-up included; tokens are simulated ones."""
+    scale: int
+    """Real tokens for each simulated one."""
+    usage: Usage
+    """Of all engines together, after the warm-up."""
 
 
 class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,13 +179,55 @@ def simulate(
     Raises:
         ExceptionGroup: With the error that ended the simulated run.
     """
-    simulation = simulation or PlannedRun()
+    return _run_job(config, workload, simulation or PlannedRun(), on_step).measure()
+
+
+def simulate_run(
+    config: Config,
+    workload: Workload,
+    simulation: PlannedRun,
+    tasks: Callable[[int], EndlessTasks],
+    sharing: Sharing,
+    *,
+    on_step: Callable[[int], None] = lambda step: None,
+) -> SimulatedRun:
+    """Run a job in virtual time, as `simulate` does, and return its records.
+
+    Args:
+        config: As for `simulate`.
+        workload: As for `simulate`; its lengths are upper bounds for those of the tasks.
+        simulation: As for `simulate`.
+        tasks: Makes the tasks, for a number of real tokens for each simulated one.
+        sharing: How engines and trainer slow each other down.
+        on_step: As for `simulate`.
+
+    Raises:
+        ExceptionGroup: With the error that ended the simulated run.
+    """
+    job = _run_job(config, workload, simulation, on_step, tasks, sharing)
+    first, last = job.observer.usages
+    return SimulatedRun(records=job.observer.records, scale=job.scale, usage=used_between(first, last))
+
+
+def used_between(first: Usage, last: Usage) -> Usage:
+    """Return what was used from one moment to another."""
+    return Usage(**{n: getattr(last, n) - getattr(first, n) for n in last.__struct_fields__})
+
+
+def _run_job(
+    config: Config,
+    workload: Workload,
+    simulation: PlannedRun,
+    on_step: Callable[[int], None],
+    tasks: Callable[[int], EndlessTasks] | None = None,
+    sharing: Sharing | None = None,
+) -> _Job:
     shared = Path("/dev/shm")  # memory, where there is some: only the CPU time of files is of interest
     parent = shared if os.access(shared, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="async-rl-plan-", dir=parent) as folder:
-        job = _Job(config, workload, simulation, Path(folder), on_step)
+        job = _Job(config, workload, simulation, Path(folder), on_step, tasks, sharing)
         run_virtual(job.run())
-        return job.measure()
+        return job
 
 
 class _Job:
@@ -175,14 +240,15 @@ class _Job:
         simulation: PlannedRun,
         folder: Path,
         on_step: Callable[[int], None],
+        tasks: Callable[[int], EndlessTasks] | None,
+        sharing: Sharing | None,
     ) -> None:
         self._config = config
         self._workload = workload
         self._simulation = simulation
         self._folder = folder
         coarsen = simulation.coarsen
-        urls = config.engine.urls if isinstance(config.engine, SGLangEngines) else ()
-        self.engines = len(urls) or config.engine.num_engines
+        self.engines = num_engines(config)
         self.slots = config.engine.max_running_requests
         self.scale = simulation.scale or max(
             1, min(workload.prompt_tokens // MARKS, int(workload.mean_tokens / _MIN_TOKENS))
@@ -191,13 +257,19 @@ class _Job:
         self.speed = workload.engine_speed(self.slots, scale, coarsen)
         self.groups_per_batch = max(1, config.trainer.groups_per_batch // coarsen)
         self.config = self._simulated(config)
-        self.tasks = EndlessTasks(workload, scale, simulation.seed, config.rollout.group_size)
+        self.tasks = (
+            EndlessTasks(workload, scale, simulation.seed, config.rollout.group_size)
+            if tasks is None
+            else tasks(scale)
+        )
+        self.machine = SharedMachine(sharing or Sharing())
         self.fluid = fluid_rate(self.engines, self.slots, workload)
         self.trainer = TimedTrainer(
             self.train_s,
             publish_s=workload.publish_s,
             snapshot_s=workload.snapshot_s,
             warmup=simulation.warmup,
+            machine=self.machine,
         )
         self.observer = _Observer(simulation.warmup, self._usage, on_step)
         self.cluster: PlannedCluster | None = None
@@ -258,6 +330,7 @@ class _Job:
         clock = asyncio.get_running_loop().time
         engines = [CoarseEngine(f"engine-{i}", self.speed) for i in range(self.engines)]
         self.cluster = PlannedCluster(engines, self.trainer)
+        self.machine.add_engines(engines)
         ids = count()
         for name in ("checkpoints", "logs"):
             (self._folder / name).mkdir()
@@ -297,7 +370,7 @@ class _Job:
         records = observer.records[self._simulation.warmup :]
         seconds = observer.ends_s[-1] - observer.ends_s[self._simulation.warmup - 1]
         first, last = observer.usages
-        used = Usage(**{n: getattr(last, n) - getattr(first, n) for n in last.__struct_fields__})
+        used = used_between(first, last)
         engine_s = seconds * self.engines
         trained = sum(record.trajectories for record in records)
         rate = trained * coarsen / seconds
@@ -341,16 +414,63 @@ class _Job:
         )
 
 
+_SLICES: Final = 16
+"""Parts of a trainer step that has to share its machine; what shares it may change between two of them."""
+
+
+class SharedMachine:
+    """Slows down engines and trainer where both use one machine. See `Sharing`."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        self._sharing = sharing
+        self._engines: list[CoarseEngine] = []
+        self._is_training = False
+
+    def add_engines(self, engines: list[CoarseEngine]) -> None:
+        """Let these engines use it."""
+        self._engines = engines
+        if self._sharing.by_engine:
+            for engine in engines:
+                engine.on_busy = self._set_speeds
+
+    async def train(self, alone_s: float) -> None:
+        """Let a trainer step pass that takes this long if nothing else runs."""
+        self._is_training = True
+        self._set_speeds()
+        slices = _SLICES if self._sharing.of_trainer else 1
+        for _ in range(slices):
+            busy = sum(engine.is_busy for engine in self._engines) / max(1, len(self._engines))
+            await asyncio.sleep(alone_s / slices * (1 + self._sharing.of_trainer * busy))
+        self._is_training = False
+        self._set_speeds()
+
+    def _set_speeds(self) -> None:
+        sharing = self._sharing
+        if not sharing.by_engine and not sharing.by_trainer:
+            return
+        num_busy = sum(engine.is_busy for engine in self._engines)
+        for engine in self._engines:
+            others = num_busy - engine.is_busy
+            engine.slow_down(1 + sharing.by_trainer * self._is_training + sharing.by_engine * others)
+
+
 class TimedTrainer:
     """Takes the time of a step and looks at what it is given. See `training.Trainer`."""
 
     def __init__(
-        self, train_s: Callable[[int, int], float], *, publish_s: float, snapshot_s: float, warmup: int
+        self,
+        train_s: Callable[[int, int], float],
+        *,
+        publish_s: float,
+        snapshot_s: float,
+        warmup: int,
+        machine: SharedMachine,
     ) -> None:
         self._train_s = train_s
         self._publish_s = publish_s
         self._snapshot_s = snapshot_s
         self._warmup = warmup
+        self._machine = machine
         self.staleness: list[Int32Array] = []
         """Of each trajectory, by its oldest token that is trained on, after the warm-up."""
         self.lengths: list[Int32Array] = []
@@ -373,7 +493,7 @@ class TimedTrainer:
             self.lengths.append(np.array(batch.sampled_lengths, np.int32))
             self.trained_tokens += num_sampled - batch.num_masked_tokens
         seconds = self._train_s(num_tokens, num_sampled)
-        await asyncio.sleep(seconds)
+        await self._machine.train(seconds)
         figures = dict.fromkeys(FIGURES, 0.0)
         known = {"tokens": num_tokens, "trained_tokens": num_sampled, "step_s": seconds}
         return StepResult(step=step, metrics=figures | known)

@@ -16,11 +16,12 @@ import math
 import random
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from typing import Annotated, Any, Final, NamedTuple, overload
 
 import numpy as np
 
+from async_rl.config import Config, SGLangEngines
 from async_rl.config.base import Meta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 from async_rl.planning.coarse_engine import MARKS, EngineSpeed, mark
 from async_rl.rollout.session.api import Session
@@ -62,6 +63,10 @@ class Workload(Strict, frozen=True, kw_only=True):
     """Seconds that each running call adds to it; default: computed likewise, else 0.06 ms."""
     prefill_tokens_per_s: PositiveFloat = 30000.0
     """Prefill speed of an engine; default: computed likewise, else 30,000."""
+    prefill_base_s: NonNegativeFloat = 0.0
+    """Seconds that a prefill takes whatever its tokens; prompts that wait together share it."""
+    call_s: NonNegativeFloat = 0.0
+    """Seconds that each call of an engine takes beside them: HTTP and tokenizing."""
     sync_s: NonNegativeFloat = 5.0
     """Pause of an engine in a weight update, seconds; default: computed from the following rates and the size
     of the model, if `model.path` says it, else 5."""
@@ -185,9 +190,17 @@ class Workload(Strict, frozen=True, kw_only=True):
             decode_base_s=self.decode_base_s * scale,
             decode_per_call_s=self.decode_per_call_s * scale * coarsen,
             prefill_tokens_per_s=self.prefill_tokens_per_s / scale / coarsen,
+            prefill_base_s=self.prefill_base_s,
+            call_s=self.call_s,
             update_s=self.sync_s,
             shares_prompts=self.shares_prompts,
         )
+
+
+def num_engines(config: Config) -> int:
+    """Return the number of engines of a job, including external ones."""
+    urls = config.engine.urls if isinstance(config.engine, SGLangEngines) else ()
+    return len(urls) or config.engine.num_engines
 
 
 def fluid_rate(engines: int, slots: int, workload: Workload) -> float:
@@ -203,6 +216,7 @@ class PlannedTurn(NamedTuple):
     read: int
     """Tokens that are new in its prompt: the task's prompt or a tool's result."""
     sampled: int
+    """0 after the last turn of a past trajectory, where a reward ran in the seconds before."""
 
 
 class EndlessTasks(Sequence[Task]):
@@ -283,8 +297,11 @@ class PlannedLoop:
         length = 0
         for wait_s, read, sampled in siblings[sibling]:
             message = {"length": read, "stop_at": length + read + sampled}
-            if length:
+            if wait_s:
                 await asyncio.sleep(wait_s)
+            if not sampled:
+                return
+            if length:
                 session.add_messages([message])
             else:
                 session.start([message | identity])
@@ -311,9 +328,12 @@ class PlannedChat:
         return ""
 
 
+_rewards = cycle((0.0, 1.0))
+
+
 async def no_reward(task: Task, completion: Completion) -> float:
-    """The reward of a plan."""
-    return 0.0
+    """The reward of a plan: siblings differ, or the run would warn that nothing is learned."""
+    return next(_rewards)
 
 
 def _normal(z: float) -> float:

@@ -460,6 +460,14 @@ class ArchiveReader:
         item = item.with_reward(reward, msgspec.json.decode(parts))
         return item, [ArchiveEvent(unix_s=unix_s, what=what) for unix_s, what in events]
 
+    def find_settled_steps(self) -> list[tuple[int, float]]:
+        """Return the steps that trained listed trajectories, and when each was done, seconds since 1970."""
+        found = self._database.execute(
+            "SELECT step, max(unix_s) FROM trajectories JOIN events USING (trajectory_id) "
+            "WHERE status = 'trained' AND what = 'trained in step ' || step GROUP BY step"
+        )
+        return found.fetchall()
+
     def close(self) -> None:
         """Close the file."""
         self._database.close()

@@ -258,7 +258,9 @@ class RolloutSession:
         budget = min(wanted, rollout.max_new_tokens, self.remaining_tokens)
         begin, first = len(tokens), len(tokens.segments)
         interruptions, engine_s = tokens.num_interruptions + tokens.num_failovers, tokens.engine_s
+        first_token_s, prefilled = tokens.first_token_s, tokens.prefilled_tokens
         listener = GrowingText(chat.decode, on_text) if on_text is not None else None
+        began_s = self._context.clock()
         with self._in_turn():
             reason = await self.transcript.write_turn(budget, stop, listener)
         record = TurnRecord(
@@ -267,6 +269,10 @@ class RolloutSession:
             finish_reason=reason,
             num_interruptions=tokens.num_interruptions + tokens.num_failovers - interruptions,
             engine_s=tokens.engine_s - engine_s,
+            first_token_s=tokens.first_token_s - first_token_s,
+            prefilled_tokens=tokens.prefilled_tokens - prefilled,
+            began_s=began_s - self._started_s,
+            duration_s=self._context.clock() - began_s,
         )
         token_ids = tokens.token_ids[begin:].copy()
         sampled = [segment for segment in tokens.segments[first:] if isinstance(segment, Sampled)]

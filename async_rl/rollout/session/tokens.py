@@ -116,6 +116,10 @@ class TokenLog:
         self.num_failovers = 0
         self.engine_s = 0.0
         """Seconds in engine calls."""
+        self.first_token_s = 0.0
+        """The part of them before the first token of each call."""
+        self.prefilled_tokens = 0
+        """Tokens that engines prefilled for these calls."""
 
     def __len__(self) -> int:
         """Return the number of tokens."""

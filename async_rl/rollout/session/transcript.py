@@ -335,12 +335,15 @@ class Transcript:
             if listener is not None or seam is not None:
                 request = msgspec.structs.replace(request, stream_interval=1)  # each token is looked at
             began_s = clock()
+            first_token_s: float | None = None
             reason: FinishReason = "failover"
             refused = cut = False
             try:
                 async with aclosing(lease.generate(request)) as stream:
                     async for event in stream:
                         if isinstance(event, Chunk):
+                            if first_token_s is None:
+                                first_token_s = clock()
                             end = None if seam is None else seam.find_end(event.token_ids.tolist())
                             if end is not None:
                                 event = event.first(end)
@@ -372,7 +375,11 @@ class Transcript:
                 # Also on cancellation: sampled tokens are a segment before any other task runs.
                 self._append_call(call, lease, reason, prompt)
                 self._entry.call = None
-                tokens.engine_s += clock() - began_s
+                ended_s = clock()
+                tokens.engine_s += ended_s - began_s
+                tokens.first_token_s += (ended_s if first_token_s is None else first_token_s) - began_s
+                if call.finish is not None and len(call.token_ids):  # else it reports nothing of its cache
+                    tokens.prefilled_tokens += max(0, prompt - call.finish.cached_tokens)
             ours = refused or (reason == "abort" and lease.interrupted)
         if reason == "failover" and not refused:
             tokens.num_failovers += 1

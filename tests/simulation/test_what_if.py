@@ -1,0 +1,238 @@
+"""A past run of the real scheduler is fitted, and predicts runs that differ from it in one setting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from async_rl.cli.what_if import EXPRESSED, changed_config, remarks_on, what_if
+from async_rl.config import Config
+from async_rl.config.reference import resolved_yaml
+from async_rl.errors import ConfigError
+from async_rl.planning.past_run import Intervals, PastRun, RecordedTasks, TurnCalls, read_past_run
+from async_rl.planning.planned_job import PlannedRun, Sharing, simulate_run
+from async_rl.planning.run_fit import (
+    FittedRun,
+    _fit_decode,
+    fit_run,
+    recorded_figures,
+    simulate_past,
+    simulated_figures,
+    slow_engines,
+)
+from async_rl.planning.virtual_time import run_virtual
+from async_rl.planning.workload import EndlessTasks, Workload
+from tests.support.past_runs import (
+    PUBLISH_S,
+    REWARD_S,
+    TOOL_S,
+    TRAIN_S_PER_TOKEN,
+    UPDATE_S,
+    past_config,
+    record_run,
+)
+
+HOW = PlannedRun(versions=8, warmup=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder, written in virtual time."""
+    folder = tmp_path_factory.mktemp("runs") / "recorded"
+    with pytest.MonkeyPatch.context() as patch:
+        run_virtual(record_run(past_config(), folder, patch))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fitted(folder: Path) -> FittedRun:
+    return fit_run(read_past_run(folder), HOW)
+
+
+def recorded(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch) -> PastRun:
+    run_virtual(record_run(config, folder, monkeypatch))
+    return read_past_run(folder)
+
+
+def test_times_of_a_run_are_read_as_they_were_when_it_has_ended(folder: Path, fitted: FittedRun) -> None:
+    past, workload = fitted.past, fitted.workload
+    assert workload.sync_s == pytest.approx(UPDATE_S, rel=0.01)
+    assert workload.publish_s == pytest.approx(PUBLISH_S, rel=0.01)
+    assert workload.train_tokens_per_s == pytest.approx(1 / TRAIN_S_PER_TOKEN, rel=0.01)
+    assert fitted.sharing == Sharing()
+    tools = [each.turns[1].wait_s for each in past.trajectories]
+    assert TOOL_S / 2 <= min(tools) < max(tools) <= TOOL_S * 1.5 + 1e-6
+    assert np.mean(tools) == pytest.approx(TOOL_S, rel=0.1)
+    assert all(each.turns[-1].wait_s == pytest.approx(REWARD_S, abs=1e-6) for each in past.trajectories)
+    assert all(40 <= each.turns[0].read < 60 and each.turns[1].read == 12 for each in past.trajectories)
+    # The engine takes 40 ms for a token, and sends two at a time, whatever else it does.
+    for call in past.calls:
+        if call.num_calls == 1 and call.sampled % 2 == 0:
+            decode_s = call.end_s - call.begin_s - call.first_token_s
+            assert decode_s == pytest.approx((call.sampled - 2) * 0.04, abs=0.001)
+    assert {call.engine_id for call in past.calls} == {"engine-0", "engine-1"}
+    assert sum(call.num_calls > 1 for call in past.calls) > 10
+
+
+def test_a_run_is_predicted_when_nothing_is_changed(fitted: FittedRun) -> None:
+    before, now = fitted.recorded, fitted.simulated
+    assert now.tokens_per_s == pytest.approx(before.tokens_per_s, rel=0.1)
+    assert now.versions_per_s == pytest.approx(before.versions_per_s, rel=0.1)
+    assert now.trainer_trains == pytest.approx(before.trainer_trains, abs=0.07)
+    assert now.trainer_waits == pytest.approx(before.trainer_waits, abs=0.07)
+    assert now.staleness_mean == pytest.approx(before.staleness_mean, abs=0.25)
+    assert now.calls_running == pytest.approx(before.calls_running, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "rollout.max_staleness=0",
+        "rollout.max_concurrent_trajectories=6",
+        "engine.num_engines=1",
+        pytest.param("weights.interrupt=in_place", marks=pytest.mark.real),
+        pytest.param("trainer.groups_per_batch=2", marks=pytest.mark.real),
+        pytest.param("weights.every=2", marks=pytest.mark.real),
+    ],
+)
+def test_another_run_is_predicted_when_one_setting_differs(
+    change: str, folder: Path, fitted: FittedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = recorded_figures(recorded(past_config(change), tmp_path / "run", monkeypatch))
+    config = changed_config(folder, fitted.past, [change])
+    run = simulate_past(fitted.past, config, fitted.workload, fitted.sharing, HOW)
+    predicted = simulated_figures(run, config, fitted.workload, HOW)
+    assert predicted.tokens_per_s == pytest.approx(other.tokens_per_s, rel=0.15)
+    assert predicted.versions_per_s == pytest.approx(other.versions_per_s, rel=0.15)
+    assert predicted.staleness_max <= other.staleness_max
+    assert predicted.interrupted == pytest.approx(other.interrupted, abs=0.2)
+
+
+def test_both_runs_are_printed_when_a_setting_is_changed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert what_if(folder, ["rollout.max_staleness=0"], as_json=True) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["changed"]["staleness_max"] == 0 < tree["recorded"]["staleness_max"]
+    ratio = tree["changed"]["tokens_per_s"] / tree["simulated"]["tokens_per_s"]
+    assert tree["expected"]["tokens_per_s"] == pytest.approx(tree["recorded"]["tokens_per_s"] * ratio)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rollout.max_stalness=3", "max_stalness"),
+        ("trainer.optimizer.lr=1e-3", "trainer.optimizer.lr is no setting that a simulation expresses"),
+        ("engine.decode_step_s=1", "engine.decode_step_s is no setting that a simulation expresses"),
+    ],
+)
+def test_a_change_is_refused_when_a_simulation_cannot_express_it(
+    change: str, message: str, folder: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        what_if(folder, [change])
+
+
+def test_every_setting_is_known_when_it_is_said_to_be_expressed(folder: Path) -> None:
+    tree = resolved_yaml(past_config())
+    for key in EXPRESSED:
+        assert f"  {key.split('.')[1]}:" in tree
+
+
+def test_a_run_is_refused_when_its_record_does_not_suffice(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"no config.yaml"):
+        read_past_run(tmp_path)
+    with pytest.raises(ConfigError, match="has the records of 3 steps"):
+        recorded(past_config("run.max_steps=3"), tmp_path / "short", monkeypatch)
+    with pytest.raises(ConfigError, match=r"trajectories.sqlite does not exist"):
+        recorded(past_config("run.keep_trajectories=0"), tmp_path / "bare", monkeypatch)
+    with pytest.raises(ConfigError, match="keeps 0 trained trajectories with times"):
+        recorded(past_config("run.keep_trajectories=4"), tmp_path / "few", monkeypatch)
+
+
+def test_groups_keep_their_siblings_when_they_are_given_out_again(fitted: FittedRun) -> None:
+    past = fitted.past
+    tasks = RecordedTasks(past.trajectories, fitted.workload, 1, 0, 4)
+    by_group: dict[str, list[int]] = {}
+    for each in past.trajectories:
+        by_group.setdefault(each.group_id, []).append(each.sampled)
+    known = sorted(sorted(lengths) for lengths in by_group.values())
+    number = len(known)
+    assert sorted(sorted(tasks.answers(index)) for index in range(number)) == known
+    assert [tasks.answers(i) for i in range(number)] != [tasks.answers(number + i) for i in range(number)]
+    more = RecordedTasks(past.trajectories, fitted.workload, 1, 0, 6).answers(0)
+    assert len(more) == 6
+    assert set(more) == set(tasks.answers(0))
+    assert tasks.ks_distance(np.array([each.sampled for each in past.trajectories], np.int32)) == 0
+
+
+def test_intervals_are_counted_when_they_overlap() -> None:
+    both = Intervals([0.0, 2.0], [4.0, 6.0])
+    assert both.mean_number(np.array([0.0, 1.0]), np.array([6.0, 3.0])) == pytest.approx([8 / 6, 1.5])
+    assert both.joined().mean_number(np.array([0.0, 5.0]), np.array([6.0, 7.0])) == pytest.approx([1.0, 0.5])
+
+
+def test_cost_of_calls_and_trainer_is_found_when_both_vary() -> None:
+    """Turns of 100 tokens: 10 ms and 1 ms for each call, half as much again while the trainer trains."""
+    calls, begin = [], 0.0
+    for number in range(60):
+        together, trains = 1 + number % 12, number % 3 == 0
+        seconds = 100 * (0.010 + 0.001 * together) * (1.5 if trains else 1.0)
+        calls += [TurnCalls("engine-0", begin, 0.0, begin + seconds, 101, 0, 1)] * together
+        begin += seconds + 1
+    of_training = [each for number, each in enumerate(dict.fromkeys(calls)) if number % 3 == 0]
+    training = Intervals([each.begin_s for each in of_training], [each.end_s for each in of_training])
+    usual = Workload(decode_base_s=0.01, decode_per_call_s=0.001)
+    base_s, per_call_s, by_trainer = _fit_decode(calls, training, usual)
+    assert base_s == pytest.approx(0.010, rel=0.15)
+    assert per_call_s == pytest.approx(0.001, rel=0.15)
+    assert by_trainer == pytest.approx(0.5, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("first_token_s", "token_s", "said"),
+    [
+        (0.1, 0.01, []),
+        (0.2, 0.01, ["engine-2 sends a first token 2.0 times as slowly as the others."]),
+        (0.1, 0.015, ["engine-2 decodes a token 1.5 times as slowly as the others."]),
+    ],
+)
+def test_an_engine_is_named_when_it_is_slower_than_the_others(
+    first_token_s: float, token_s: float, said: list[str]
+) -> None:
+    calls = []
+    for number in range(120):
+        first, each = (first_token_s, token_s) if number % 3 == 2 else (0.1, 0.01)
+        calls.append(TurnCalls(f"engine-{number % 3}", number, first, number + first + 100 * each, 100, 9, 1))
+    assert slow_engines(calls) == said
+    assert not slow_engines(calls[:30])
+
+
+def test_engines_and_trainer_slow_each_other_down_when_they_share_a_machine() -> None:
+    config = past_config()
+    workload = Workload(
+        prompt_tokens=30, mean_tokens=100, max_tokens=100, sigma=0.0, decode_base_s=0.02,
+        decode_per_call_s=0.0, train_tokens_per_s=1000.0, sync_s=0.1,
+    )  # fmt: skip
+
+    def simulated(sharing: Sharing) -> tuple[float, float]:
+        run = simulate_run(config, workload, HOW, lambda scale: EndlessTasks(workload, scale, 0, 4), sharing)
+        steps = run.records[HOW.warmup :]
+        return run.usage.decode_s / run.usage.decoded_tokens, sum(each.step_s for each in steps) / len(steps)
+
+    decode_s, step_s = simulated(Sharing())
+    shared_decode_s, shared_step_s = simulated(Sharing(by_trainer=0.5, by_engine=0.2, of_trainer=1.0))
+    assert 1.2 * decode_s < shared_decode_s < 1.7 * decode_s
+    assert 1.5 * step_s < shared_step_s <= 2.001 * step_s
+
+
+def test_the_copy_of_weights_is_not_guessed_when_the_run_made_none(fitted: FittedRun) -> None:
+    overlap = replace(fitted.past.config, weights=replace(fitted.past.config.weights, overlap=True))
+    assert any("weights.overlap" in each for each in remarks_on(fitted, overlap))
+    assert not remarks_on(fitted, fitted.past.config)
