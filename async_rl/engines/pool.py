@@ -651,6 +651,7 @@ class EnginePool(EngineJudge):
                 record.engine, record.grant(num_holders=1, has_others=len(self._records) > 1)
             )
             slot.on_busy = lambda busy: self.note_use(engine_id)
+            self.note_use(engine_id)  # calls that waited for it already run
             self._grant_engine(engine_id)
         else:
             self.own.revoke(engine_id, state)

@@ -240,3 +240,20 @@ async def test_idle_share_is_the_time_without_calls():
     now[0] = 10.0
     # engine a was busy for 6 of 10 seconds, engine b never
     assert pool.idle_share == pytest.approx(0.7)
+
+
+async def test_an_engine_is_not_idle_when_its_first_calls_waited_for_it():
+    now = [0.0]
+    pool = make_pool("a", version=None, clock=lambda: now[0])
+
+    async def call() -> None:
+        async with pool.dispatcher.lease("t", tokens=1):
+            now[0] = 6.0
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(call())
+        await asyncio.sleep(0)
+        pool.restart_idle_clock()
+        pool.serve_engine("a", 0)
+    now[0] = 10.0
+    assert pool.idle_share == pytest.approx(0.4)
