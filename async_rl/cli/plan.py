@@ -138,10 +138,7 @@ def plan(
         print_text(json.dumps({"plans": rows}, indent=1))
     else:
         of = f" (what is not given is arithmetic for an {hardware or _USUAL})" if speeds else ""
-        told = [
-            " ".join([s, *(f"{line[0].upper()}{line[1:]}." for line in i)])
-            for s, i in zip(sentences, interruptions, strict=True)
-        ]
+        told = ["\n  ".join([s, *i]) for s, i in zip(sentences, interruptions, strict=True)]
         _show(TextConsole(), _assumptions(workload, updates, of), plans, loads, told, remark)
     return 0
 

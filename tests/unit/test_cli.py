@@ -232,7 +232,7 @@ def test_a_plan_simulates_the_change_that_makes_interruptions_cheaper(
     assert float(gain.split()[0]) == pytest.approx(ratio, abs=0.005)
     assert ratio > 1.03
     assert main(command) == 0
-    assert f"{change[0].upper()}{change[1:]}." in capsys.readouterr().out
+    assert f"\n  {change}\n" in capsys.readouterr().out
 
 
 def test_queue_is_named_when_the_plan_needs_a_larger_one(
