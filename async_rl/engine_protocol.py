@@ -99,6 +99,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     log_probs: Float32Array  # [n], nats
     mask: SamplingMask | None = None
     """Of its n tokens, if the request asks for it."""
+    num_retractions: int = 0
+    """How often the engine has retracted the call since the chunk before: see `Retraction`."""
 
     @classmethod
     def of(
@@ -112,7 +114,9 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     def first(self, length: int) -> Chunk:
         """Return a chunk of the first tokens."""
         mask = None if self.mask is None else self.mask[:length]
-        return Chunk(token_ids=self.token_ids[:length], log_probs=self.log_probs[:length], mask=mask)
+        return msgspec.structs.replace(
+            self, token_ids=self.token_ids[:length], log_probs=self.log_probs[:length], mask=mask
+        )
 
 
 class PayloadProgress(msgspec.Struct, frozen=True):
@@ -163,6 +167,15 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     api_key: str | None = None
+
+
+class EngineCapacity(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """How many calls an engine runs at once; None: unknown."""
+
+    cache_tokens: int | None = None
+    """Tokens that its KV cache holds."""
+    max_running: int | None = None
+    """Calls that it decodes together."""
 
 
 class EngineHealth(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,6 +297,11 @@ class Engine(Protocol):
     @property
     def engine_id(self) -> str:
         """Name in logs, metrics and segments."""
+        ...
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """What it holds, known once it is ready."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk | PayloadProgress | Finish]:

@@ -337,8 +337,11 @@ ENGINES: Final = (
     ),
     Panel(
         "Open calls",
-        "By engine; even, unless only a few very long trajectories are left.",
-        (Query(value("engine_running_requests"), "{{engine}}"),),
+        "By engine, and the most that each is given; even, unless a few very long trajectories are left.",
+        (
+            Query(value("engine_running_requests"), "{{engine}}"),
+            Query(f"{value('engine_call_limit')} > 0", "{{engine}} at most: {{reason}}"),
+        ),
         width=6,
     ),
     Panel(

@@ -107,14 +107,17 @@ async def _evaluate_sets(
     config: Config, folder: Path, open_engines: OpenEngines, *, keep_answers: bool
 ) -> EvaluationRecord:
     kept: Archive | None = None
-    models = {name: EnginePool(Metrics(), time.monotonic) for name in models_asked(config)}
+    max_calls = config.engine.max_calls
+    models = {
+        name: EnginePool(Metrics(), time.monotonic, max_calls=max_calls) for name in models_asked(config)
+    }
     async with (
         rollout_workers(config, folder) as open_worker,
         open_models(config, folder / "logs", open_engines, models),
         open_engines(config, folder / "logs") as engines,
     ):
         metrics = Metrics()
-        pool = EnginePool(metrics, time.monotonic)
+        pool = EnginePool(metrics, time.monotonic, max_calls=config.engine.max_calls)
         context = SessionContext(
             config=config,
             chat=load_chat_format(config.model.path, config.model.trusted_roles),

@@ -188,6 +188,8 @@ def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float
     """
     longest = config.rollout.max_new_tokens * int(given.get("turns", 1))
     figures: dict[str, Any] = {"max_tokens": longest, "mean_tokens": longest / 4}
+    if config.engine.max_total_tokens is not None:
+        figures["cache_tokens"] = config.engine.max_total_tokens
     if run_dir is not None:
         records = step_record_log(run_dir / "metrics.jsonl").read()
         if not records:
@@ -494,6 +496,9 @@ def table_rows(plans: Sequence[JobPlan]) -> list[tuple[str, list[str]]]:
     """Return the lines of the table: a name, and a cell for each plan."""
     return [
         ("slots of an engine", [f"{p.slots}" for p in plans]),
+        ("calls that its cache holds", [_calls(p.cached_calls) for p in plans]),
+        ("calls that it decodes, mean", [_calls(p.running_calls) for p in plans]),
+        ("retractions per trajectory", [f"{p.retracted:.2f}" for p in plans]),
         ("groups in a batch", [f"{p.groups_per_batch:,}" for p in plans]),
         ("trained trajectories/s", [f"{p.trajectories_per_s:,.2f}" for p in plans]),
         ("trained tokens/s", [f"{p.tokens_per_s:,.0f}" for p in plans]),
@@ -547,6 +552,10 @@ def _assumptions(w: Workload, updates: Sequence[str], of: str = "") -> str:
         f"{w.prefill_tokens_per_s:,.0f} tokens/s; {trainer}{of}; publishing {w.publish_s:.3g} s{copying}, "
         f"{' to '.join(dict.fromkeys(updates))}; {w.routing_row_bytes} bytes of routing rows a token."
     )
+
+
+def _calls(number: float | None) -> str:
+    return "all" if number is None else f"{number:,.1f}"
 
 
 def _staleness(plan: JobPlan) -> str:

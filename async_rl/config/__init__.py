@@ -10,6 +10,7 @@ from async_rl.config.data_settings import DataConfig, DatasetConfig, RowsConfig,
 from async_rl.config.description import changed_fields, describe_fields
 from async_rl.config.engine_settings import (
     EnginesConfig,
+    MaxCalls,
     RoutingConfig,
     SGLangEngines,
     SimulatedEngines,
@@ -70,6 +71,7 @@ __all__ = [
     "LayoutConfig",
     "LoraConfig",
     "LossConfig",
+    "MaxCalls",
     "MetricsConfig",
     "ModelConfig",
     "NamedLoop",

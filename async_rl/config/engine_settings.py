@@ -6,6 +6,9 @@ from typing import Annotated, Literal
 
 from async_rl.config.base import Meta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 
+MaxCalls = Literal["adaptive"] | PositiveInt | None
+"""See `engine.max_calls`."""
+
 
 class EnginesConfig(Strict, frozen=True, kw_only=True):
     """Settings of every kind of engine: failure detection, restarts and load."""
@@ -18,6 +21,11 @@ class EnginesConfig(Strict, frozen=True, kw_only=True):
     an hour ago."""
     max_outage_s: PositiveFloat = 300.0
     """The run ends when no engine has served for this many seconds."""
+    max_calls: MaxCalls = None
+    """Calls that one engine is given at once; the others wait, and go to the first engine that has space.
+    null gives an engine all calls, which then wait in its own queue. `adaptive`: as many as its KV cache
+    holds, by the lengths of calls and the retractions seen so far, but at most an eighth more than it runs at
+    once (`max_running_requests`). A number fixes it. See docs/design/engines.md."""
     urls_file: str | None = None
     """A file of server URLs, one per line, that is read again every few seconds: servers join and leave the
     running job as lines are added and removed. Use it instead of `urls`."""
@@ -67,6 +75,8 @@ class SimulatedEngines(EnginesConfig, frozen=True, kw_only=True, tag_field="kind
     """Simulated engines."""
     max_running_requests: PositiveInt = 64
     """Requests that one engine decodes together."""
+    max_total_tokens: PositiveInt | None = None
+    """KV cache in tokens; null: it holds all."""
     decode_step_s: NonNegativeFloat = 0.002
     """Duration of one decode step, seconds."""
     prefill_tokens_per_s: PositiveFloat = 30000.0

@@ -27,6 +27,7 @@ from async_rl.observability.metrics import Metrics
 MODEL_METRICS: Final = (
     "engine_up",
     "engine_running_requests",
+    "engine_call_limit",
     "engine_quarantined_total",
     "engine_busy_total",
     "engine_restarts_total",
@@ -77,7 +78,7 @@ class FrozenModel:
         self.name = name
         self._config = config
         self._processes = processes
-        self.pool = EnginePool(own, clock, shares_all=True)
+        self.pool = EnginePool(own, clock, max_calls=config.engine.max_calls, shares_all=True)
         self._health = HealthWatch(self.pool, config.engine, own, clock)
         self._repair = EngineRepair(
             self.pool,

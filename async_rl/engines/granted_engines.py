@@ -20,6 +20,7 @@ from typing import Final
 from async_rl.engine_protocol import Engine
 from async_rl.engines import lease_dispatcher
 from async_rl.engines.back_pressure import BackPressure
+from async_rl.engines.cache_limit import CallSizes
 from async_rl.engines.lease import (
     BackPressureListener,
     EngineGrant,
@@ -67,6 +68,7 @@ class GrantedEngines(BackPressureListener):
         self.balancer = Balancer(max_prefill_tokens=lease_dispatcher.MAX_PREFILL_TOKENS)
         self.dispatcher = LeaseDispatcher(self.slots, self.balancer, self, judge, metrics, clock)
         """Gives calls to engines: what sessions know of them."""
+        self._sizes = CallSizes()
         self.serving_clock = ServingClock(clock)
         """Runs while some engine serves."""
         self.serving: dict[str, None] = {}
@@ -82,9 +84,11 @@ class GrantedEngines(BackPressureListener):
         """Let an engine be called; a grant of the same epoch changes the share of its prefills."""
         now, slot = self._clock(), self.slots.get(grant.engine_id)
         if slot is None:
-            slot = self.slots[grant.engine_id] = EngineSlot(engine, grant, now)
+            slot = self.slots[grant.engine_id] = EngineSlot(engine, grant, self._sizes, now)
             if grant.engine_id not in self.balancer:
                 self.expect(grant.engine_id)
+            self.balancer.fit_calls(grant.engine_id, slot.cache)
+        slot.cache.share_capacity(grant.cache_tokens, grant.max_calls, grant.num_holders)
         before, slot.engine, slot.grant = slot.grant, engine, grant
         self.balancer.share_prefills(grant.engine_id, grant.num_holders)
         self.announce_version(grant.weight_version)
@@ -144,6 +148,7 @@ class GrantedEngines(BackPressureListener):
         if (slot := self.slots.get(engine_id)) is None:
             return None
         silent, queued = slot.silent_call, slot.queued_call
+        refused = slot.back_pressure.max_calls < slot.cache.max_calls
         return EngineLoad(
             calls=slot.num_calls,
             tokens=self.balancer.load_of(engine_id),
@@ -155,6 +160,8 @@ class GrantedEngines(BackPressureListener):
             silent_since_s=silent.heard_s if silent is not None else None,
             overtaken_s=queued.overtaken_s if queued is not None else None,
             has_answered=slot.has_answered,
+            max_calls=min(slot.back_pressure.max_calls, slot.cache.max_calls),
+            limited_by="refusals" if refused else slot.cache.reason,
         )
 
     # -- what calls report --------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import msgspec
 
 from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, PayloadProgress
 from async_rl.engines.back_pressure import BackPressure
+from async_rl.engines.cache_limit import CacheLimit, CallSizes, LimitReason
 from async_rl.engines.request_refusals import RequestRefusals
 from async_rl.errors import (
     CallLost,
@@ -69,6 +70,10 @@ class EngineGrant(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """How many processes may call it: each prefills its share of tokens at once."""
     has_others: bool = False
     """Whether other engines serve the same model."""
+    max_calls: int | None = None
+    """The most calls that all holders together give it at once; None for any number."""
+    cache_tokens: int | None = None
+    """Tokens of the KV cache that the calls of all holders are to fit into; None: they need not."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,14 +100,20 @@ class EngineLoad(msgspec.Struct, frozen=True, kw_only=True):
     """When a later call received its first token before the oldest call without one."""
     has_answered: bool = True
     """Whether it has sent a token since it was started."""
+    max_calls: float = math.inf
+    """The most calls that it is given at once."""
+    limited_by: LimitReason = "setting"
+    """Why it is given no more."""
 
 
 class EngineSlot:
     """An engine as a process that may call it knows it: its calls, and their progress."""
 
-    def __init__(self, engine: Engine, grant: EngineGrant, now: float) -> None:
+    def __init__(self, engine: Engine, grant: EngineGrant, sizes: CallSizes, now: float) -> None:
         self.engine = engine
         self.grant = grant
+        self.cache = CacheLimit(sizes)
+        """How many calls its KV cache holds."""
         self.state = EngineState.JOINING
         """Nothing is sent to it unless it serves."""
         self.on_busy: Callable[[bool], None] = lambda busy: None
@@ -293,6 +304,7 @@ class Lease:
         *,
         number: int,
         prefill_tokens: int,
+        own_prompt: int,
         cause: Recomputed | None,
     ) -> None:
         """Assign a call to an engine.
@@ -306,6 +318,7 @@ class Lease:
             clock: Monotonic seconds.
             number: Greater than that of all calls before.
             prefill_tokens: Tokens that the engine has to prefill before the first new one.
+            own_prompt: Tokens of the prompt that the cache holds for this call alone, not for its siblings.
             cause: Why the cached prefix must be prefilled again; None while it is usable.
         """
         self.request = request
@@ -314,10 +327,13 @@ class Lease:
         """The grant of the engine when the call began."""
         self.number = number
         self.prefill_tokens = prefill_tokens
+        self.own_prompt = own_prompt
         self.cause = cause
         self.received = 0
         """Number of tokens received."""
         self.heard_s = now = clock()
+        self._epoch = slot.grant.epoch
+        """The engine's when the call last reported a retraction."""
         self.overtaken_s: float | None = None
         self.receives_payload = False
         """Whether its routing payload arrives, or waits to be read: `PayloadGate` bounds the time of both."""
@@ -382,6 +398,8 @@ class Lease:
                     async for event in stream:
                         self._drop.end_wait()
                         if isinstance(event, Chunk):
+                            if event.num_retractions:
+                                self._record_retractions(event.num_retractions)
                             self.record_chunk(len(event.token_ids))
                             wait.renew("chunk")
                         elif isinstance(event, PayloadProgress):
@@ -438,6 +456,7 @@ class Lease:
         """Record that tokens of the call have arrived."""
         slot, now = self.slot, self._clock()
         self.received += tokens
+        slot.cache.held_tokens += tokens
         self.heard_s = slot.heard_s = slot.progress_s = now
         slot.recompute_tokens = 0
         if self in slot.streaming:
@@ -446,6 +465,13 @@ class Lease:
             slot.decode_s = now
             return
         self._record_prefilled()
+
+    def _record_retractions(self, number: int) -> None:
+        """Record that the engine has taken the memory of the call, unless a weight update has (`retract`)."""
+        updates = self.slot.grant.epoch - self._epoch
+        self._epoch += updates
+        if number > updates and self.slot.is_open:
+            self.slot.cache.record_retraction(self.own_prompt + self.received)
 
     def _record_prefilled(self) -> None:
         """Record that the engine has accepted the call and prefilled it."""

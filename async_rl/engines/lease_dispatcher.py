@@ -26,6 +26,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from typing import Final
 
+from async_rl.engines.cache_limit import CacheLimit, CallSizes
 from async_rl.engines.lease import (
     BackPressureListener,
     CachedPrefix,
@@ -68,6 +69,7 @@ class _EngineEntry:
     """The load of one engine."""
 
     __slots__ = (
+        "cache",
         "load_tokens",
         "max_calls",
         "name",
@@ -87,6 +89,7 @@ class _EngineEntry:
         self.num_calls = 0
         self.num_sharers = 1
         self.max_calls = math.inf
+        self.cache = CacheLimit(CallSizes())
 
     @property
     def counts(self) -> bool:
@@ -103,7 +106,7 @@ class Balancer:
     any other ─────────────────────────► the least loaded engine with capacity ─┴─► none? then wait
     ```
 
-    Load is counted in tokens: the most that the calls of an engine can hold there. Four rules, the first
+    Load is counted in tokens: the most that the calls of an engine can hold there. Five rules, the first
     three against overload cascades seen in systems without them (verl#6533, #7435, #7613):
 
     - **Bounded loads.** No engine is given a call while its load is above `1 + SLACK` times the mean of the
@@ -117,8 +120,12 @@ class Balancer:
     - **Limited calls.** An engine that has refused calls gets a limit of calls (`back_pressure`), which also
       holds for a cached prefix. It takes less than its share, so the mean and the bound leave it out.
 
+    - **Calls that fit.** An engine is full when its KV cache holds no more calls (`cache_limit`), except for
+      those whose prefix it has: most of what they need is there.
+
     So after each choice `load <= (1 + SLACK) * mean before + tokens of the call`. A call that finds no engine
-    within the bound waits for the engines below the mean, whose prefills end or fail: the wait ends.
+    within the bound waits for the engines below the mean, whose prefills end or fail: the wait ends. It does
+    not wait for those that hold no more calls, because their caches are smaller.
 
     Source of bounded loads: Mirrokni, Thorup, Zadimoghaddam, "Consistent Hashing with Bounded Loads",
     arXiv:1608.01350, section 1.
@@ -175,6 +182,10 @@ class Balancer:
         if self._entries[name].max_calls != max_calls:
             self._set(self._entries[name], max_calls=max_calls)
 
+    def fit_calls(self, name: str, cache: CacheLimit) -> None:
+        """Give an engine no more calls than a limit says, which changes with its calls."""
+        self._entries[name].cache = cache
+
     def share_prefills(self, name: str, num_sharers: int) -> None:
         """Let so many processes share the tokens that wait on an engine for their first token."""
         entry = self._entries[name]
@@ -184,11 +195,17 @@ class Balancer:
     # -- calls --------------------------------------------------------------------------------------------
 
     def choose_engine(
-        self, *, sticky: str | None = None, cached: bool = True, siblings: str | None = None
+        self,
+        *,
+        prompt: int = 0,
+        sticky: str | None = None,
+        cached: bool = True,
+        siblings: str | None = None,
     ) -> str | None:
         """Return the engine for the next call; None when the call should wait.
 
         Args:
+            prompt: Tokens of the call's prompt.
             sticky: The engine that had the trajectory's last call.
             cached: Whether most of the call's prompt is still in that engine's prefix cache.
             siblings: The engine that has cached the prompt of the trajectory's group; it is chosen unless its
@@ -210,8 +227,11 @@ class Balancer:
                 or (1.0 + SLACK) * entry.load_tokens > bound  # else it may be full, and another has a slot
             ):
                 entry = self._least_loaded()
-        fits = entry is not None and (entry.load_tokens <= bound or not entry.counts)
-        return entry.name if entry is not None and fits else None
+            if entry is None or entry.cache.is_full(entry.num_calls, prompt):
+                return None
+        if entry.load_tokens <= bound or not entry.counts or not self._has_fitting_engine(bound):
+            return entry.name
+        return None
 
     def begin_call(self, name: str, *, tokens: int, prefill_tokens: int) -> None:
         """Count a call that can hold `tokens` and needs `prefill_tokens` before its first token."""
@@ -249,8 +269,15 @@ class Balancer:
     def _load_bound(self) -> float:
         return (1.0 + SLACK) * self._counted_tokens / max(1, self._num_counted)
 
+    def _has_fitting_engine(self, bound: float) -> bool:
+        """Whether an engine within the bound holds more calls: it is given them once it has prefilled."""
+        return any(
+            entry.counts and entry.load_tokens <= bound and not entry.cache.is_full(entry.num_calls)
+            for entry in self._entries.values()
+        )
+
     def _has_capacity(self, entry: _EngineEntry) -> bool:
-        if entry.num_calls >= entry.max_calls:
+        if entry.num_calls >= entry.max_calls or entry.cache.is_full(entry.num_calls):
             return False
         limit = self._max_prefill_tokens
         return limit is None or entry.prefill_tokens * entry.num_sharers < limit
@@ -489,14 +516,20 @@ class LeaseDispatcher:
         sticky = prefix.engine_id if prefix is not None else None
         shared = self._cached_prompt(request.group)
         siblings = shared.engine_id if shared is not None else None
-        chosen = self._balancer.choose_engine(sticky=sticky, cached=cached, siblings=siblings)
+        chosen = self._balancer.choose_engine(
+            prompt=request.prompt, sticky=sticky, cached=cached, siblings=siblings
+        )
         if chosen is None:
             return None
         if prefix is not None and cause is None and chosen != prefix.engine_id:
             cause, held = "moved", 0
+        own_prompt = request.prompt
         if shared is not None and chosen == siblings:
-            held = max(held, min(shared.tokens, request.prompt - 1))
+            siblings_hold = max(0, min(shared.tokens, request.prompt - 1))
+            held, own_prompt = max(held, siblings_hold), request.prompt - siblings_hold
         slot, prefill_tokens = self._slots[chosen], request.prompt - held
+        slot.cache.expect_call(request.prompt, request.tokens - request.prompt)
+        slot.cache.held_tokens += own_prompt
         self._balancer.begin_call(chosen, tokens=request.tokens, prefill_tokens=prefill_tokens)
         lease = Lease(
             request,
@@ -507,6 +540,7 @@ class LeaseDispatcher:
             self._clock,
             number=next(self._numbers),
             prefill_tokens=prefill_tokens,
+            own_prompt=own_prompt,
             cause=cause,
         )
         if request.group:
@@ -535,6 +569,7 @@ class LeaseDispatcher:
     def _end_lease(self, lease: Lease) -> None:
         slot, request, engine_id = lease.slot, lease.request, lease.engine.engine_id
         prefilled = lease in slot.streaming
+        slot.cache.record_end(lease.own_prompt, lease.received, slot.num_calls)
         del (slot.streaming if prefilled else slot.prefilling)[lease]
         if not slot.num_calls:
             slot.on_busy(False)
@@ -563,8 +598,12 @@ class LeaseDispatcher:
         if len(self._slots) > _NAMED_STATES:
             counts = Counter(slot.state for slot in self._slots.values())
             return ", ".join(f"{count} {state}" for state, count in counts.items())
-        names = (
-            f"{engine_id} {slot.state}{' but busy' if slot.pause is not None else ''}"
-            for engine_id, slot in self._slots.items()
-        )
+        names = (f"{engine_id} {slot.state}{_what_holds(slot)}" for engine_id, slot in self._slots.items())
         return ", ".join(names) or "no engine yet"
+
+
+def _what_holds(slot: EngineSlot) -> str:
+    """Return why a serving engine may be given no calls; nothing if it may."""
+    if slot.pause is not None:
+        return " but busy"
+    return " but full" if slot.is_open and slot.cache.is_full(slot.num_calls) else ""

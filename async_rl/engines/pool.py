@@ -26,12 +26,15 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from typing import Final
 
 import msgspec
 
+from async_rl.config import MaxCalls
 from async_rl.engine_protocol import Engine, InterruptMode
 from async_rl.engines.bounded_request import BoundedRequest
+from async_rl.engines.cache_limit import LIMIT_REASONS, LimitReason
 from async_rl.engines.grant_holders import EngineShares, GrantHolder, Revocation, wait_for_confirmations
 from async_rl.engines.granted_engines import GrantedEngines
 from async_rl.engines.lease import EngineGrant, EngineJudge, EngineLoad, EngineState
@@ -46,6 +49,9 @@ log = logging.getLogger(__name__)
 
 _STRIKE_MEMORY_S: Final = 600.0
 """Strikes further apart are no pattern: over days, any engine loses a connection now and then."""
+
+_QUEUED_SHARE: Final = 8
+"""An engine is given an eighth more calls than it runs, so that it begins another one as soon as one ends."""
 
 _LEVEL_S: Final = 1.0
 """Between two looks at whether some engines have few calls while others have many."""
@@ -104,8 +110,12 @@ class EngineRecord:
             epoch=self.epoch,
         )
 
-    def grant(self, *, num_holders: int, has_others: bool) -> EngineGrant:
-        """Return the right to call it in its present epoch."""
+    def grant(self, max_calls: MaxCalls, *, num_holders: int, has_others: bool) -> EngineGrant:
+        """Return the right to call it in its present epoch, of which it takes `max_calls` at once."""
+        capacity, adapts = self.engine.capacity, max_calls == "adaptive"
+        running = capacity.max_running
+        if max_calls == "adaptive":
+            max_calls = None if running is None else running + running // _QUEUED_SHARE
         return EngineGrant(
             engine_id=self.engine.engine_id,
             weight_version=self.weight_version,
@@ -114,6 +124,8 @@ class EngineRecord:
             num_flushes=self.num_flushes,
             num_holders=num_holders,
             has_others=has_others,
+            max_calls=max_calls,
+            cache_tokens=capacity.cache_tokens if adapts else None,
         )
 
     @property
@@ -141,6 +153,7 @@ class EnginePool(EngineJudge):
         clock: Callable[[], float],
         max_strikes: int = 3,
         *,
+        max_calls: MaxCalls = None,
         shares_all: bool = False,
     ) -> None:
         """Start without engines.
@@ -149,11 +162,13 @@ class EnginePool(EngineJudge):
             metrics: Where states, versions and loads are shown.
             clock: Monotonic seconds.
             max_strikes: Implausible answers or lost calls after which an engine is quarantined.
+            max_calls: Calls that an engine is given at once: `engine.max_calls`.
             shares_all: Whether all rollout workers may call all engines: those of teachers and judges.
         """
         self._metrics = metrics
         self._clock = clock
         self._max_strikes = max_strikes
+        self._max_calls = max_calls
         self._records: dict[str, EngineRecord] = {}
         self.own = GrantedEngines(self, metrics, clock)
         """What the driver's own sessions call."""
@@ -192,6 +207,9 @@ class EnginePool(EngineJudge):
         # Evaluated at the scrape: a gauge that follows each call would cost as much as placing the call.
         running = self._metrics.engine_running_requests.labels(engine.engine_id)
         running.set_function(lambda: self.load_of(engine.engine_id).calls)
+        for reason in LIMIT_REASONS:
+            limit = self._metrics.engine_call_limit.labels(engine.engine_id, reason)
+            limit.set_function(partial(self._limit_by, engine.engine_id, reason))
         self._enter_state(record, EngineState.JOINING)
 
     def serve_engine(self, engine_id: str, weight_version: int, *, keeps_cache: bool = False) -> bool:
@@ -349,6 +367,8 @@ class EnginePool(EngineJudge):
             self._metrics.engine_running_requests,
         ):
             gauge.remove(engine_id)
+        for reason in LIMIT_REASONS:
+            self._metrics.engine_call_limit.remove(engine_id, reason)
         self.share_anew()
         self.notify()
 
@@ -493,7 +513,9 @@ class EnginePool(EngineJudge):
     def _grant_engine(self, engine_id: str) -> None:
         """Let the workers that share a serving engine call it."""
         record, holders = self._records[engine_id], self._shares.holders_of.get(engine_id, ())
-        grant = record.grant(num_holders=max(1, len(holders)), has_others=len(self._records) > 1)
+        grant = record.grant(
+            self._max_calls, num_holders=max(1, len(holders)), has_others=len(self._records) > 1
+        )
         for holder in holders:
             if holder in self.holders and holder.may_call and holder.grants().get(engine_id) != grant:
                 record.users[holder] = None
@@ -525,6 +547,7 @@ class EnginePool(EngineJudge):
         users = record.users if record is not None else ()
         loads = [self.own.load_of(engine_id), *(user.load_of(engine_id) for user in users)]
         known = [load for load in loads if load is not None]
+        callers = known[1:] or known  # the driver itself makes few calls where there are workers
         return EngineLoad(
             calls=sum(load.calls for load in known),
             tokens=sum(load.tokens for load in known),
@@ -532,7 +555,14 @@ class EnginePool(EngineJudge):
             prefill_tokens=sum(load.prefill_tokens for load in known),
             accepted_s=max((load.accepted_s for load in known), default=-math.inf),
             unobserved=any(load.unobserved for load in known),
+            max_calls=sum(load.max_calls for load in callers),
+            limited_by=callers[0].limited_by if callers else "setting",
         )
+
+    def _limit_by(self, engine_id: str, reason: LimitReason) -> float:
+        """Return the most calls that an engine is given at once if that is the reason, else 0."""
+        load = self.load_of(engine_id)
+        return load.max_calls if load.limited_by == reason else 0.0
 
     def has_sent(self, engine_id: str, since_s: float, *, besides: GrantHolder) -> bool:
         """Return whether an engine has sent something since a time to others than one worker."""
@@ -647,9 +677,8 @@ class EnginePool(EngineJudge):
         else:
             self._need_repair.pop(engine_id, None)
         if state is EngineState.SERVING:
-            slot = self.own.grant(
-                record.engine, record.grant(num_holders=1, has_others=len(self._records) > 1)
-            )
+            grant = record.grant(self._max_calls, num_holders=1, has_others=len(self._records) > 1)
+            slot = self.own.grant(record.engine, grant)
             slot.on_busy = lambda busy: self.note_use(engine_id)
             self.note_use(engine_id)  # calls that waited for it already run
             self._grant_engine(engine_id)

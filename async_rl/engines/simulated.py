@@ -8,6 +8,7 @@ tell where a row came from: `routing_rows` derives a row from position, token an
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import struct
 import zlib
@@ -17,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final, Literal, NoReturn
 
 import numpy as np
+from msgspec.structs import replace
 
 from async_rl import routing
 from async_rl.config import SimulatedEngines
@@ -24,6 +26,7 @@ from async_rl.engine_protocol import (
     AdapterUpdate,
     Chunk,
     EngineAddress,
+    EngineCapacity,
     EngineFacts,
     EngineHealth,
     Finish,
@@ -118,6 +121,8 @@ class SimulatedCall:
         self.cached_tokens = 0
         self.has_slot = False
         self.retractions: list[Retraction] = []
+        self.reported_retractions = 0
+        """Those that a chunk has reported."""
         self.aborted = False
         self.dead = False
         self.finish: Finish | None = None
@@ -319,6 +324,13 @@ class SimulatedEngine:
         """Implements `Engine.read_at_once`. There is no connection."""
 
     @property
+    def capacity(self) -> EngineCapacity:
+        """Implements `Engine.capacity`."""
+        return EngineCapacity(
+            cache_tokens=self._config.max_total_tokens, max_running=self._config.max_running_requests
+        )
+
+    @property
     def _computed_version(self) -> int:
         """The version that it computes with: of an adapter on undefined weights nothing is left."""
         return self._version if self._model_version >= 0 else -1
@@ -451,7 +463,10 @@ class SimulatedEngine:
             mask = SamplingMask.of(
                 [kept_tokens(token, log_prob, call.request.sampling.top_k) for token, log_prob in sampled]
             )
-        return Chunk.of([token for token, _ in sampled], [log_prob for _, log_prob in sampled], mask)
+        chunk = Chunk.of([token for token, _ in sampled], [log_prob for _, log_prob in sampled], mask)
+        reported, call.reported_retractions = call.reported_retractions, len(call.retractions)
+        self._make_space()
+        return replace(chunk, num_retractions=call.reported_retractions - reported)
 
     def _sample(self, call: SimulatedCall) -> tuple[int, float]:
         """Draw the next token and its log-prob; the token before it is fed, which gives it a row."""
@@ -488,10 +503,30 @@ class SimulatedEngine:
 
     def _fill_slots(self) -> None:
         while self._queue and len(self._running) < self._config.max_running_requests:
+            if self._running and self._free_tokens < len(self._queue[0].tokens):
+                return
             call = self._queue.popleft()
             call.has_slot = True
             call.changed.set()
             self._running.append(call)
+
+    @property
+    def _free_tokens(self) -> float:
+        """Tokens of its cache that no running call holds; prompts that calls share are counted for each."""
+        if self._config.max_total_tokens is None:
+            return math.inf
+        return self._config.max_total_tokens - sum(len(call.tokens) for call in self._running)
+
+    def _make_space(self) -> None:
+        """Retract the calls that have sampled least until the others fit; the last one goes on.
+
+        Source: `ScheduleBatch.retract_decode` of SGLang.
+        """
+        while self._free_tokens < 0 and len(self._running) > 1:
+            call = min(reversed(self._running), key=lambda each: each.num_sampled)
+            call.lose_memory()
+            self._running.remove(call)
+            self._queue.append(call)
 
     def _free_slot(self, call: SimulatedCall) -> None:
         """Free the slot of a call that has ended; the tokens it fed stay in the prefix cache."""

@@ -134,7 +134,7 @@ class Evaluator:
     def new_pool(self) -> EnginePool:
         """Return an empty pool for the engines of one evaluation, with metrics of its own."""
         metrics = Metrics().share(self.context.metrics, _SHARED)
-        return EnginePool(metrics, self.context.clock)
+        return EnginePool(metrics, self.context.clock, max_calls=self.config.engine.max_calls)
 
     async def evaluate_sets(
         self,

@@ -357,6 +357,14 @@ class EngineMetrics(Instruments):
         "engine",
         bad="Very unequal between engines: see `engine_load_imbalance`.",
     )
+    engine_call_limit = gauge(
+        "The most calls that an engine is given at once, at the reason that decides it, and 0 at the others: "
+        "setting (`engine.max_calls`, `engine.max_running_requests`), cache (what its KV cache holds), "
+        "retractions (less than that, because it retracted calls), refusals (it refused calls).",
+        "engine",
+        "reason",
+        bad="At `setting` while `engine_running_requests` has reached it: the cache would hold more.",
+    )
     engine_quarantined_total = counter(
         "Times an engine was taken out of service.",
         "engine",
@@ -365,8 +373,9 @@ class EngineMetrics(Instruments):
     engine_retractions_total = counter(
         "Times an engine took the KV cache of a running call for others and prefilled the call again later.",
         "engine",
-        bad="Rises: its calls do not fit its memory. Their tokens are prefilled again, and the routing rows "
-        "that sampled them are lost (`routing_rows_recomputed_total`); lower `engine.max_running_requests`.",
+        bad="Rises by more than a tenth of its calls: they do not fit its memory. Their tokens are prefilled "
+        "again, and the routing rows that sampled them are lost (`routing_rows_recomputed_total`); set "
+        "`engine.max_calls: adaptive`, or to a lower number.",
     )
     engine_busy_total = counter(
         "Calls that an engine refused because it takes no more for now (429, 503 with Retry-After, a full "

@@ -8,8 +8,13 @@ interrupted: thousands of engines run in one process, and no event is spent on a
  generate ─► waiting ──a slot──► prefilling ──► decoding ──► its length is reached ─► Chunk, Finish
                 ▲                (in order, decoding │
                 │                 stands meanwhile)  │
-                └───────────retract──────────────────┴──abort──► what it has ──────► Chunk, Finish
+                └──retract, or its cache is full─────┴──abort──► what it has ──────► Chunk, Finish
 ```
+
+Its KV cache, if it has a limit, is filled as SGLang fills it: a call begins if what it feeds fits beside what
+running calls hold and a share of what they may still sample. The share falls from step to step; where it was
+too small, the calls that have sampled least are retracted.
+Source: `PrefillAdder`, `NewTokenRatioTracker` and `ScheduleBatch.retract_decode` of SGLang 0.5.23.
 
 The maker of the prompt decides the lengths (`mark`): the tokens themselves carry where a call stops, so
 the scheduler that is being planned does not see it, as it would not in reality.
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import math
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -32,6 +38,7 @@ import numpy as np
 from async_rl.engine_protocol import (
     Chunk,
     EngineAddress,
+    EngineCapacity,
     EngineHealth,
     Finish,
     GenerateRequest,
@@ -50,6 +57,15 @@ MARKS = 3
 _MAX_CACHED = 4096
 """Prefixes that an engine remembers; the least recently used go first."""
 
+_MAX_RESERVED = 4096
+_FIRST_SHARE, _LAST_SHARE, _SHARE_STEPS = 0.7, 0.098, 600
+_RETRACT_STEPS = 20
+"""Tokens that SGLang reserves at most for the rest of a call; their share, at first and in the end, and the
+decode steps in which it falls; the steps that fit after a retraction."""
+
+_DELIVERED_SHARE = 0.25
+"""Of the cache, filled between two deliveries: some events for each call."""
+
 _WHOLE = 1e-6
 """Tokens by which a sum of times may miss a whole one."""
 
@@ -63,6 +79,10 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     slots: int = 128
     """Calls decoded together."""
+    cache_tokens: int | None = None
+    """Tokens that its KV cache holds; None: all."""
+    scale: int = 1
+    """Real tokens for each of the simulation."""
     decode_base_s: float = 0.012
     decode_per_call_s: float = 0.00006
     prefill_tokens_per_s: float = 30000.0
@@ -100,6 +120,8 @@ class Usage(msgspec.Struct, kw_only=True):
     """Of all calls together: how long they decode."""
     decoded_tokens: float = 0.0
     prefilled_tokens: int = 0
+    retractions: int = 0
+    """Calls whose memory was taken because the cache was full."""
 
 
 def mark(length: int, *, stop_at: int, trajectory: int = 0, group: int = 0) -> Int32Array:
@@ -117,16 +139,40 @@ def mark(length: int, *, stop_at: int, trajectory: int = 0, group: int = 0) -> I
 
 
 class _CoarseCall:
-    __slots__ = ("begin", "ended", "group", "left_s", "prompt", "sampled", "spans", "target", "trajectory")
+    __slots__ = (
+        "begin",
+        "budget",
+        "changed",
+        "delivered",
+        "fed",
+        "group",
+        "has_left",
+        "left_s",
+        "prompt",
+        "reason",
+        "retractions",
+        "sampled",
+        "since",
+        "spans",
+        "target",
+        "trajectory",
+    )
 
-    def __init__(self, request: GenerateRequest, ended: asyncio.Future[Literal["stop", "length", "abort"]]):
+    def __init__(self, request: GenerateRequest):
         ids = request.input_ids
-        self.ended = ended
+        self.changed = asyncio.Event()
+        self.reason: Literal["stop", "length", "abort"] | None = None  # why it has ended
         self.prompt = len(ids)
         self.trajectory, self.group = int(ids[1]), int(ids[2])
         stop_at = -int(ids.min())
         self.target = max(1, min(stop_at - len(ids), request.max_new_tokens))
+        self.budget = request.max_new_tokens
         self.sampled = 0
+        self.fed = 0  # tokens that its prefill brings into the cache, or finds there for itself
+        self.since = 0.0  # the engine's progress when its decoding began
+        self.retractions = 0  # since the last chunk
+        self.delivered = 0
+        self.has_left = False
         self.spans: list[VersionSpan] = []
         self.begin = 0.0  # the engine's progress when its decoding began, less what was sampled before
         self.left_s = 0.0  # of its prefill
@@ -153,9 +199,17 @@ class CoarseEngine:
         self._slowdown = 1.0
         self.on_busy: Callable[[], None] = lambda: None
         """Called when it gets its first call, and when its last one has ended."""
+        self._share = _FIRST_SHARE
+        self._share_from = 0.0  # the progress at which it was that
+        self._delivered_at = 0.0  # the progress at which all calls have delivered
         self._timer: asyncio.TimerHandle | None = None
         self._prefixes: OrderedDict[int, int] = OrderedDict()  # trajectory, or minus group: tokens
         self._usage = Usage()
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """Implements `Engine.capacity`."""
+        return EngineCapacity(cache_tokens=self._speed.cache_tokens, max_running=self._speed.slots)
 
     @property
     def address(self) -> EngineAddress | None:
@@ -188,8 +242,12 @@ class CoarseEngine:
     # -- generation -------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Chunk | Finish, None]:
-        """See `Engine.generate`: everything sampled comes in one chunk, when the call ends."""
-        call = _CoarseCall(request, asyncio.get_running_loop().create_future())
+        """See `Engine.generate`: everything sampled comes in one chunk, when the call ends.
+
+        An engine whose cache has a limit also delivers whenever it has filled a part of it, so that who calls
+        it knows how full it is.
+        """
+        call = _CoarseCall(request)
         self._calls += 1
         self._usage.calls += 1
         self._idle.clear()
@@ -199,14 +257,22 @@ class CoarseEngine:
         if self._calls == 1:
             self.on_busy()
         try:
-            reason = await call.ended
+            while call.reason is None:
+                await call.changed.wait()
+                call.changed.clear()
+                if call.reason is not None:
+                    self._leave(call)
+                    if call.reason != "abort":
+                        await asyncio.sleep(self._speed.call_s)
+                if new := call.sampled - call.delivered:
+                    chunk = Chunk.of([0] * new, [0.0] * new)
+                    chunk = msgspec.structs.replace(chunk, num_retractions=call.retractions)
+                    call.delivered, call.retractions = call.sampled, 0
+                    yield chunk
         finally:
-            self._leave(call)
-        if reason != "abort":
-            await asyncio.sleep(self._speed.call_s)
-        if call.sampled:
-            yield Chunk.of([0] * call.sampled, [0.0] * call.sampled)
-        yield Finish(reason=reason, version_spans=tuple(call.spans))
+            if not call.has_left:
+                self._leave(call)
+        yield Finish(reason=call.reason, version_spans=tuple(call.spans))
 
     def decode_routing(self, payload: RoutingPayload) -> RoutingTrace:
         """See `Engine.decode_routing`: there is none."""
@@ -244,7 +310,11 @@ class CoarseEngine:
             self._timer = None
         if self._still:
             return
-        while self._waiting and len(self._decoding) + len(self._prefilling) < self._speed.slots:
+        while (
+            self._waiting
+            and len(self._decoding) + len(self._prefilling) < self._speed.slots
+            and self._fits(self._waiting[0])
+        ):
             self._begin(self._waiting.popleft())
         if self._prefilling:
             after_s = self._prefilling[0].left_s
@@ -253,7 +323,8 @@ class CoarseEngine:
                 heapq.heappop(self._ends)
             if not self._ends:
                 return
-            after_s = (self._ends[0][0] - self._progress) * self._speed.step_s(len(self._decoding))
+            steps = min(self._ends[0][0] - self._progress, self._steps_until_full(), self._steps_to_deliver())
+            after_s = steps * self._speed.step_s(len(self._decoding))
         after_s = max(after_s, 0.0) * self._slowdown
         self._timer = asyncio.get_running_loop().call_at(self._moment + after_s, self._on_time)
 
@@ -268,14 +339,16 @@ class CoarseEngine:
                     self._settle(call)
                     del self._decoding[call]
                     self._end(call, "stop")
+            self._make_space()
+            if self._steps_to_deliver() <= _WHOLE:
+                self._deliver()
         self._go_on()
 
     def _begin(self, call: _CoarseCall) -> None:
         """Give a call its slot: feed what the cache does not hold."""
         tokens = call.prompt + call.sampled
-        cached = self._prefixes.get(call.trajectory, 0)
-        if self._speed.shares_prompts:
-            cached = max(cached, self._prefixes.get(-call.group, 0))
+        cached = max(self._prefixes.get(call.trajectory, 0), self._shared_tokens(call))
+        call.fed = tokens - min(self._shared_tokens(call), tokens - 1)
         missing = max(1, tokens - cached)
         self._usage.prefilled_tokens += missing
         call.left_s = missing / self._speed.prefill_tokens_per_s
@@ -285,11 +358,74 @@ class CoarseEngine:
 
     def _decode(self, call: _CoarseCall) -> None:
         """Its prefill is done."""
+        call.since = self._progress
         call.begin = self._progress - call.sampled
         self._decoding[call] = None
         heapq.heappush(self._ends, (call.begin + call.target, next(_numbers), call))
         if self._speed.shares_prompts and not call.sampled:
             self._remember(-call.group, call.prompt)
+
+    def _shared_tokens(self, call: _CoarseCall) -> int:
+        """Tokens of a call's prompt that are cached for its siblings."""
+        return self._prefixes.get(-call.group, 0) if self._speed.shares_prompts else 0
+
+    # -- cache ------------------------------------------------------------------------------------------
+
+    @property
+    def _free_tokens(self) -> float:
+        if self._speed.cache_tokens is None:
+            return math.inf
+        held = sum(call.fed + self._progress - call.since for call in self._decoding)
+        return self._speed.cache_tokens - held - sum(call.fed for call in self._prefilling)
+
+    def _fits(self, call: _CoarseCall) -> bool:
+        """Whether a waiting call can begin."""
+        if self._speed.cache_tokens is None or not (self._decoding or self._prefilling):
+            return True
+        most, scale = _MAX_RESERVED / self._speed.scale, self._speed.scale
+        fallen = (_FIRST_SHARE - _LAST_SHARE) * (self._progress - self._share_from) * scale / _SHARE_STEPS
+        share = max(self._share - fallen, _LAST_SHARE)
+        reserved = sum(
+            min(max(0.0, each.budget - (self._progress - each.begin)), most) for each in self._decoding
+        ) + sum(min(each.budget - each.sampled, most) for each in self._prefilling)
+        tokens = call.prompt + call.sampled - self._shared_tokens(call)
+        return tokens + min(call.budget, most) <= self._free_tokens - share * reserved
+
+    def _steps_until_full(self) -> float:
+        if self._speed.cache_tokens is None or len(self._decoding) < 2:
+            return math.inf
+        return max(0.0, self._free_tokens) / len(self._decoding)
+
+    def _steps_to_deliver(self) -> float:
+        if self._speed.cache_tokens is None or not self._decoding:
+            return math.inf
+        steps = max(1.0, _DELIVERED_SHARE * self._speed.cache_tokens / len(self._decoding))
+        return max(0.0, self._delivered_at + steps - self._progress)
+
+    def _deliver(self) -> None:
+        """Let all calls deliver what they have sampled."""
+        self._delivered_at = self._progress
+        for call in self._decoding:
+            self._settle(call)
+            call.changed.set()
+
+    def _make_space(self) -> None:
+        """Retract calls if the cache is full, until some steps of the others fit."""
+        if len(self._decoding) < 2 or self._free_tokens > _WHOLE * len(self._decoding):
+            return
+        steps = _RETRACT_STEPS / self._speed.scale
+        while len(self._decoding) > 1 and self._free_tokens < steps * len(self._decoding):
+            call = max(self._decoding, key=lambda each: each.begin)
+            self._settle(call)
+            del self._decoding[call]
+            call.retractions += 1
+            call.changed.set()
+            self._usage.retractions += 1
+            self._waiting.append(call)
+        sampled = sum(self._progress - each.begin for each in self._decoding)
+        budget = sum(each.budget for each in self._decoding)
+        self._share = min(1.0, (sampled + steps * len(self._decoding)) / (budget + 1))
+        self._share_from = self._progress
 
     def _settle(self, call: _CoarseCall) -> None:
         """Count a decoding call's tokens up to now, each under the version that sampled it."""
@@ -308,13 +444,15 @@ class CoarseEngine:
             call.sampled = end
 
     def _end(self, call: _CoarseCall, reason: Literal["stop", "length", "abort"]) -> None:
-        if not call.ended.done():
-            call.ended.set_result(reason)
+        if call.reason is None:
+            call.reason = reason
+            call.changed.set()
         self._remember(call.trajectory, call.prompt + call.sampled)
 
     def _leave(self, call: _CoarseCall) -> None:
         """The caller has its answer, or has gone."""
         self._advance()
+        call.has_left = True
         if call in self._decoding:
             del self._decoding[call]
         elif call in self._prefilling:

@@ -152,6 +152,12 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     queue_bytes_peak: int
     batch_bytes: int
     """One packed batch."""
+    cached_calls: float | None
+    """Calls that the cache of an engine holds, by their mean size; None if it has no limit."""
+    running_calls: float
+    """Mean of the calls that decode on an engine."""
+    retracted: float
+    """Retractions for lack of cache over trained trajectories."""
     admission_closed: float
     """Share of time in which the staleness bound let no further group be dispatched."""
     coarsen: int
@@ -408,6 +414,9 @@ class _Job:
             queue_bytes=int(queued.mean() * frame_bytes),
             queue_bytes_peak=int(queued.max() * frame_bytes),
             batch_bytes=int(self._config.batch_trajectories * tokens * (_BATCH_BYTES + rows)),
+            cached_calls=workload.cached_calls,
+            running_calls=used.decode_s * coarsen / engine_s,
+            retracted=used.retractions / max(1, trained),
             admission_closed=float(np.mean(np.array(observer.outstanding or [0]) >= limit)),
             coarsen=coarsen,
             scale=scale,

@@ -94,6 +94,8 @@ class Workload(Strict, frozen=True, kw_only=True):
     generation time."""
     train_base_s: NonNegativeFloat = 0.0
     """Seconds of a trainer step of any size."""
+    cache_tokens: PositiveInt | None = None
+    """Tokens that the KV cache of an engine holds; default: `engine.max_total_tokens`, else no limit."""
     shares_prompts: bool = True
     """Whether siblings find their prompt in the engine's prefix cache."""
     routing_row_bytes: NonNegativeInt = 0
@@ -137,6 +139,11 @@ class Workload(Strict, frozen=True, kw_only=True):
         """
         before = self.prompt_tokens + (self.turns - 1) * self.tool_tokens / 2
         return before + self._moment(2) / 2 / self.expected_tokens
+
+    @property
+    def cached_calls(self) -> float | None:
+        """Calls that the cache of an engine holds, at what they hold on average; None if it has no limit."""
+        return None if self.cache_tokens is None else self.cache_tokens / self.mean_context
 
     def _moment(self, n: int) -> float:
         """The mean of the n-th power of an answer's length."""
@@ -187,6 +194,8 @@ class Workload(Strict, frozen=True, kw_only=True):
         """
         return EngineSpeed(
             slots=max(1, slots // coarsen),
+            cache_tokens=None if self.cache_tokens is None else self.cache_tokens // (scale * coarsen),
+            scale=scale,
             decode_base_s=self.decode_base_s * scale,
             decode_per_call_s=self.decode_per_call_s * scale * coarsen,
             prefill_tokens_per_s=self.prefill_tokens_per_s / scale / coarsen,

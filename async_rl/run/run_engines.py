@@ -43,7 +43,7 @@ class RunEngines:
         self._config = config
         self._cluster = cluster
         self._forget = forget
-        pool = self.pool = EnginePool(metrics, clock)
+        pool = self.pool = EnginePool(metrics, clock, max_calls=config.engine.max_calls)
         self._health = HealthWatch(pool, config.engine, metrics, clock)
         self.devices = Devices()
         if config.placement.shared:

@@ -75,6 +75,7 @@ EFFECTS: Final[dict[str, str]] = {
     "rollout.dynamic_filtering": "tests/simulation/test_long_answers.py::test_the_run_ends_with_the_remedy_when_nothing_carries_signal",
     "rollout.max_filtered_groups": "tests/simulation/test_long_answers.py::test_the_run_ends_with_the_remedy_when_nothing_carries_signal",
     "rollout.max_failed_share": "tests/simulation/test_loop.py::test_the_run_ends_with_the_cause_when_every_reward_fails",
+    "engine.max_calls": "tests/unit/test_cache_limit.py::test_a_number_of_calls_can_be_fixed[5-5]",
     "engine.stall_s": "tests/unit/test_health.py::test_a_session_is_told_when_a_server_goes_silent_in_mid_stream",
     "engine.urls_file": "tests/simulation/test_engines_under_fire.py::test_engines_join_and_leave_a_running_job",
     "engine.urls": "tests/unit/test_trackers.py::test_devices_are_those_of_trainer_and_engines",

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from async_rl.engine_protocol import Chunk, Engine, Finish, GenerateRequest, SamplingParams
+from async_rl.engine_protocol import Chunk, Engine, EngineCapacity, Finish, GenerateRequest, SamplingParams
 from async_rl.engines import lease_dispatcher
 from async_rl.engines.pool import EnginePool
 from async_rl.observability.metrics import Metrics
@@ -29,6 +29,7 @@ class Prefilling:
 
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
+        self.capacity = EngineCapacity()
         self.free_s = 0.0
         self.done = asyncio.Event()
 

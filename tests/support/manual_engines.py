@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from async_rl.engine_protocol import (
     Chunk,
     Engine,
+    EngineCapacity,
     EngineHealth,
     Finish,
     GenerateRequest,
@@ -42,8 +44,9 @@ async def settle() -> None:
 class ManualEngine:
     """An engine whose streams are queues that the test fills; it raises exceptions among the events."""
 
-    def __init__(self, engine_id: str) -> None:
+    def __init__(self, engine_id: str, capacity: EngineCapacity | None = None) -> None:
         self.engine_id = engine_id
+        self.capacity = capacity or EngineCapacity()
         self.streams: list[asyncio.Queue[Said]] = []
         self.left = 0
         self.answers = asyncio.Event()
@@ -78,11 +81,17 @@ class ManualEngine:
 class ManualPool:
     """A pool of manual engines that serve, and calls that run beside the test."""
 
-    def __init__(self, *names: str, nursery: Nursery, **pool: Any) -> None:
+    def __init__(
+        self,
+        *names: str,
+        nursery: Nursery,
+        capacities: Mapping[str, EngineCapacity] = MappingProxyType({}),
+        **pool: Any,
+    ) -> None:
         self.metrics = Metrics()
         self.nursery = nursery
         self.pool = EnginePool(self.metrics, lambda: asyncio.get_running_loop().time(), **pool)
-        self.engines = {name: ManualEngine(name) for name in names}
+        self.engines = {name: ManualEngine(name, capacities.get(name)) for name in names}
         for name, engine in self.engines.items():
             self.pool.add_engine(cast(Engine, engine))
             self.pool.serve_engine(name, 0)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from async_rl.engine_protocol import Engine, Finish
+from async_rl.engine_protocol import Engine, EngineCapacity, Finish
 from async_rl.engines import lease_dispatcher
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import CallLost, EngineError
@@ -162,6 +162,7 @@ class NamedEngine:
     """The pool never calls an engine; it only hands it out."""
 
     def __init__(self, engine_id: str) -> None:
+        self.capacity = EngineCapacity()
         self.engine_id = engine_id
 
 

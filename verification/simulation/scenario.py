@@ -401,6 +401,9 @@ def _config(rng: random.Random, seed: int) -> tuple[Config, dict[str, float | No
         },
         "doctor": {"action": rng.choice(("report", "repair")), "stall_s": rng.choice((10.0, 45.0))},
     }
+    caches = random.Random(f"caches {seed}")  # likewise
+    tree["engine"]["max_total_tokens"] = caches.choice((None, context, 2 * context, 6 * context))
+    tree["engine"]["max_calls"] = caches.choice(("adaptive", "adaptive", "adaptive", 2, None))
     every = random.Random(f"every {seed}").choice((1, 1, 2, 3))  # likewise
     tree["weights"]["every"] = min(every, tree["rollout"]["max_staleness"] + 1)
     constants = {

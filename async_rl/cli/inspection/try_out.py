@@ -214,8 +214,8 @@ async def try_out(
     backlog = Backlog(groups_per_batch=len(tasks) + 1, max_staleness=0, staleness_policy="wait")
     ledger = Ledger(folder / "ledger.sqlite")
     queue = TrajectoryQueue(OutstandingGroups(ledger, spool, backlog, metrics, clock=clock))
-    pool = EnginePool(metrics, clock)
-    models = {name: EnginePool(metrics, clock) for name in config.models}
+    pool = EnginePool(metrics, clock, max_calls=config.engine.max_calls)
+    models = {name: EnginePool(metrics, clock, max_calls=config.engine.max_calls) for name in config.models}
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
     context = SessionContext(
         chat=chat,

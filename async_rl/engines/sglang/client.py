@@ -32,6 +32,7 @@ from async_rl.engine_protocol import (
     DiskUpdate,
     DistributedUpdate,
     EngineAddress,
+    EngineCapacity,
     EngineFacts,
     EngineHealth,
     Finish,
@@ -203,6 +204,7 @@ class SGLangEngine:
         self.payload_gate = PayloadGate(engine_id, config.stall_s)
         """Bounds how many payloads are read at a time."""
         self._context_length = self._longest = facts.context_length
+        self._capacity = EngineCapacity()
         self._num_pieces = 0
         self._bodies: set[EventStream] = set()
         self._running = 0
@@ -219,6 +221,11 @@ class SGLangEngine:
     def address(self) -> EngineAddress:
         """Implements `Engine.address`."""
         return EngineAddress(url=str(self.http.url), api_key=self.http.api_key)
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """Implements `Engine.capacity`."""
+        return self._capacity
 
     # -- generation ---------------------------------------------------------------------------------------
 
@@ -658,6 +665,9 @@ class SGLangEngine:
             self._context_length = info.context_length
         # A server with less memory than context ends sequences where its memory does.
         pool = info.max_total_num_tokens or self._context_length
+        # SGLang reports the cache of one of its data-parallel schedulers, which share the running requests.
+        cache = None if info.max_total_num_tokens is None else info.max_total_num_tokens * info.dp_size
+        self._capacity = EngineCapacity(cache_tokens=cache, max_running=info.max_running_requests)
         self._longest = self._context_length if pool >= self._context_length else 0
 
     async def close(self) -> None:

@@ -365,6 +365,7 @@ class CallAccount:
         self._token_ids: list[int] = []  # those of `take_chunk`
         self._scored: list[_Scored] = []  # the same tokens
         self._num_retractions = 0
+        self._unreported_retractions = 0  # those of `take_chunk`
         self._retractions: list[Retraction] = []
         self._masks: list[SamplingMask] = []
         self._versions = set[str | None]()  # of the events
@@ -399,6 +400,9 @@ class CallAccount:
         # JSON has no NaN: it arrives as null. The chunk has NaN, so that the caller sees that it is missing.
         log_probs = [log_prob for log_prob, _, _ in self._scored]
         chunk = Chunk.of(self._token_ids, log_probs, mask)
+        if self._unreported_retractions:
+            chunk = msgspec.structs.replace(chunk, num_retractions=self._unreported_retractions)
+            self._unreported_retractions = 0
         self._token_ids, self._scored, self._masks = [], [], []
         return chunk
 
@@ -461,11 +465,13 @@ class CallAccount:
 
     def _add_retractions(self, meta: _Meta) -> None:
         """Record retractions that an event is the first to report, before its tokens are added."""
+        count = meta.num_retractions - self._num_retractions
+        self._unreported_retractions += count
         self._retractions.append(
             Retraction(
                 at_least=self.delivered,
                 at_most=max(self.delivered, meta.completion_tokens - 1),
-                count=meta.num_retractions - self._num_retractions,
+                count=count,
             )
         )
         self._num_retractions = meta.num_retractions

@@ -49,6 +49,8 @@ class ServerInfo(msgspec.Struct):
     version: str = ""
     context_length: int | None = None
     max_total_num_tokens: int | None = None
+    max_running_requests: int | None = None
+    dp_size: int = 1
     enable_return_routed_experts: bool = False
     incremental_streaming_output: bool = False
     enable_hierarchical_cache: bool = False

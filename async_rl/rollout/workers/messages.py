@@ -25,6 +25,7 @@ Messages of a link arrive whole, once and in order, or the link is lost: see `Me
 from __future__ import annotations
 
 import logging
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ import numpy as np
 from async_rl import codec
 from async_rl import errors as errors_of
 from async_rl.engine_protocol import EngineAddress
+from async_rl.engines.cache_limit import LimitReason
 from async_rl.engines.lease import EngineGrant
 from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
 from async_rl.rollout.attempt import AttemptEnd, user_frames
@@ -261,6 +263,9 @@ class EngineUse(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Since it last sent anything; None: it has sent nothing."""
     payload_arrives: bool = False
     """Whether a piece of a routing payload has arrived since the last tick."""
+    max_calls: float = math.inf
+    """The most calls that the worker gives it at once."""
+    limited_by: LimitReason = "setting"
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

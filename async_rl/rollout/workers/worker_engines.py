@@ -209,6 +209,8 @@ class WorkerEngines(EngineJudge):
                     accepted_s=_age(load.accepted_s, now),
                     heard_s=_age(load.heard_s, now),
                     payload_arrives=engine_id in self._payloads,
+                    max_calls=load.max_calls,
+                    limited_by=load.limited_by,
                 )
             )
         self._payloads.clear()

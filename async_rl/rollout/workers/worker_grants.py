@@ -151,6 +151,8 @@ class WorkerGrants(GrantHolder):
             prefill_tokens=use.prefill_tokens,
             accepted_s=-math.inf if use.accepted_s is None else now - use.accepted_s,
             heard_s=-math.inf if use.heard_s is None else now - use.heard_s,
+            max_calls=use.max_calls,
+            limited_by=use.limited_by,
         )
         if use.payload_arrives:
             pool.record_payload(engine_id)
