@@ -124,6 +124,36 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """Largest absolute log-prob differences first."""
 
 
+class LagFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums over the trained tokens of one lag, by part of the batch: each part has some of its groups.
+
+    `w = exp(trainer's log-prob - rollout log-prob)` is the importance weight of a token.
+    """
+
+    lag: int
+    """The trainer's version minus the version that sampled the tokens."""
+    tokens: tuple[int, ...]
+    weights: tuple[float, ...]
+    """Sums of w."""
+    squares: tuple[float, ...]
+    """Sums of w squared."""
+    kl: tuple[float, ...]
+    """Sums of the k3 estimate of the KL divergence of the sampling from the trainer's policy, nats."""
+    with_fresh: tuple[tuple[float, ...], ...]
+    """`[i][j]`: inner product of the gradients of part i of this lag and part j of the smallest lag."""
+    with_itself: tuple[tuple[float, ...], ...]
+    """`[i][j]`: the same of parts i and j of this lag."""
+
+
+class LagMeasurement(msgspec.Struct, frozen=True, kw_only=True):
+    """What the tokens of a batch give the trainer, by their lag."""
+
+    lags: tuple[LagFigures, ...]
+    """The smallest lag, that of the freshest tokens, first."""
+    unknown_tokens: int = 0
+    """Trained tokens whose lag is not known, `TokenSpan.lag_unknown`."""
+
+
 class Trainer(Protocol):
     """All ranks of the trainer together. The orchestrator makes one call at a time.
 
@@ -157,6 +187,17 @@ class Trainer(Protocol):
 
     async def train_step(self, batch: Any, step: int) -> StepResult:
         """Train on the batch that `read_batch` has read last: a `TakenBatch`, or what else the ranks take."""
+        ...
+
+    async def measure_lags(self, batch: TakenBatch) -> LagMeasurement:
+        """Measure importance weights and gradients of a batch's tokens by their lag; no weight changes.
+
+        Each lag's gradient is of the loss of one update of the whole batch in which other tokens do not
+        count. It needs a copy of as many gradients as twice the parts, on the host.
+
+        Args:
+            batch: A batch whose frames are in a folder that all nodes share, such as a kept one.
+        """
         ...
 
     async def take_snapshot(self, weight_version: int) -> None:

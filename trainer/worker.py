@@ -36,13 +36,21 @@ from async_rl.engines.model_facts import read_config
 from async_rl.errors import CorruptFrame, InvariantError, NonFiniteLoss, TrainerError
 from async_rl.store.frames import find_flaws, read_trajectories
 from async_rl.store.kept_batches import keep_frames, keep_result
-from async_rl.trainer_protocol import Extreme, Saved, SendReport, StepResult, TrainerState
+from async_rl.trainer_protocol import (
+    Extreme,
+    LagMeasurement,
+    Saved,
+    SendReport,
+    StepResult,
+    TrainerState,
+)
 from async_rl.types import BoolArray, Float32Array, Int64Array, TakenBatch, TrainBatch
 from trainer import logprob_mismatch
 from trainer.checkpoints import loading
 from trainer.checkpoints.saving import CheckpointSaver
 from trainer.collectives import raise_on_all_ranks
 from trainer.critic import Critic, ValueTargets
+from trainer.lag_sums import TokenSums, deal_groups
 from trainer.losses.advantages import (
     Estimator,
     estimate_advantages,
@@ -67,6 +75,7 @@ from trainer.losses.turns import (
     turn_returns,
 )
 from trainer.megatron.cpu import has_transformer_engine
+from trainer.megatron.gradient_parts import GradientPart, copy_gradients, inner_products
 from trainer.megatron.model import LossFunction, MegatronModel
 from trainer.megatron.offload import TrainerOffload, memory_saver
 from trainer.megatron.packing import (
@@ -119,6 +128,8 @@ class UpdateInputs:
     """None: there is no critic."""
     groups_without_baseline: int = 0
     """Groups of which no attempt can be compared with another one."""
+    only: BoolArray | None = None
+    """The tokens whose loss counts, `[S]`; the weights of tokens are those of the whole update. None: all."""
 
 
 @dataclass
@@ -285,9 +296,7 @@ class TrainerWorker:
         if batch.kept_in is not None and self.model.leads_data_parallel_rank:
             with _logging_failed_writes():
                 keep_frames(stored, Path(batch.kept_in), own, self._rank)
-        rollout = torch.from_numpy(tokens.rollout_log_probs).to(self.model.device)
-        shared = self.model.sum_over_data_parallel(rollout).cpu().numpy()
-        result = self.train_on(msgspec.structs.replace(tokens, rollout_log_probs=shared), step)
+        result = self.train_on(self._share_rollout_log_probs(tokens), step)
         metrics = dict(result.metrics)
         if batch.num_experts:
             present = batch.routing_rows - batch.routing_rows_invalid
@@ -299,14 +308,21 @@ class TrainerWorker:
                 keep_result(Path(batch.kept_in), result)
         return result
 
+    def _share_rollout_log_probs(self, own: TrainBatch) -> TrainBatch:
+        """Return a batch that has the rollout log-probs of all ranks' trajectories."""
+        rollout = torch.from_numpy(own.rollout_log_probs).to(self.model.device)
+        shared = self.model.sum_over_data_parallel(rollout).cpu().numpy()
+        return msgspec.structs.replace(own, rollout_log_probs=shared)
+
     def needed_trajectories(self, batch: TakenBatch) -> tuple[int, ...]:
         """Return the indices of the trajectories whose frames this rank reads in `read_batch`."""
         updates = self.config.trainer.updates_per_batch
-        needed: set[int] = set()
-        for part in split_updates(np.array(batch.group_index, np.int32), updates):
-            for micro_batch in self._plan_micro_batches(np.array(batch.lengths), part):
-                needed.update(micro_batch)
-        return tuple(sorted(needed))
+        return self._own_trajectories(batch, split_updates(np.array(batch.group_index, np.int32), updates))
+
+    def _own_trajectories(self, batch: TakenBatch, parts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the trajectories in this rank's micro-batches when a batch is trained in parts."""
+        plans = [self._plan_micro_batches(np.array(batch.lengths), part) for part in parts]
+        return tuple(sorted({index for plan in plans for micro_batch in plan for index in micro_batch}))
 
     def _with_token_ids(
         self, extremes: tuple[Extreme, ...], batch: TakenBatch, own: Sequence[int]
@@ -834,7 +850,7 @@ class TrainerWorker:
         weights[part] = trained * token_weights(
             self.config.trainer.loss.aggregate, goal.attempt[part], self.config.rollout.max_new_tokens
         )
-        return weights, trained
+        return weights if goal.only is None else weights * goal.only, trained
 
     def accumulate_gradients(
         self,
@@ -892,6 +908,54 @@ class TrainerWorker:
         total = sum((sums for sums, _ in parts), empty)
         start = spread_values(placed, [log_probs for _, log_probs in parts], len(wanted.mask))
         return total, start, trained
+
+    # -- the price of staleness
+
+    def measure_lags(self, batch: TakenBatch) -> LagMeasurement:
+        """Implements `Trainer.measure_lags`."""
+        own = self._own_trajectories(batch, deal_groups(np.array(batch.group_index, np.int32)))
+        with raise_on_all_ranks(doing=f"cannot read {batch.batch_id}"):
+            tokens = read_trajectories(batch, own)
+        return self.measure_lags_of(self._share_rollout_log_probs(tokens))
+
+    def measure_lags_of(self, batch: TrainBatch) -> LagMeasurement:
+        """Measure what a batch's tokens of each lag are worth to one update of all of its groups.
+
+        Args:
+            batch: As for `train_on`; each rank has the trajectories of its micro-batches of `deal_groups`.
+        """
+        model, wanted = self.model, make_targets(batch)
+        parts = deal_groups(batch.group_index)
+        placed = [self.place_micro_batches(batch, wanted, part) for part in parts]
+        goal = self._prepare_updates(batch, wanted, placed, self.num_steps + 1)
+        start = goal.old_log_probs
+        if start is None:
+            start = np.zeros(batch.num_tokens, np.float32)
+            for part in placed:
+                start += self.compute_old_log_probs(part, batch.num_tokens)[0]
+        of_tokens = TokenSums(wanted, self._sum_over_ranks(start), parts)
+        fresh: list[list[GradientPart]] = []
+        lags = []
+        for lag in of_tokens.lags:
+            found = [
+                self._copy_gradient(part, trajectories, replace(goal, only=wanted.lag == lag))
+                for part, trajectories in zip(placed, parts, strict=True)
+            ]
+            fresh = fresh or found
+            with_fresh = inner_products(found, fresh, model.device)
+            with_itself = inner_products(found, found, model.device)
+            lags.append(of_tokens.figures(lag, with_fresh, with_itself))
+        return LagMeasurement(lags=tuple(lags), unknown_tokens=of_tokens.unknown)
+
+    def _copy_gradient(
+        self, placed: list[PlacedMicroBatch], trajectories: Sequence[int], goal: UpdateInputs
+    ) -> list[GradientPart]:
+        """Copy this rank's part of the gradient of some trajectories in an update of the whole batch."""
+        everything = range(int(goal.targets.trajectory.max(initial=-1)) + 1)
+        _, _, trained = self.accumulate_gradients(placed, everything, goal)
+        own = int((goal.targets.mask & np.isin(goal.targets.trajectory, trajectories)).sum())
+        # The schedule has divided by the trained tokens of these trajectories.
+        return copy_gradients(self.model, own / max(trained, 1))
 
     # -- weights
 

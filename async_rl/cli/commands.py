@@ -269,7 +269,7 @@ def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
 
 
-# -- capture, replay-step ---------------------------------------------------------------------------------
+# -- capture, replay-step, price --------------------------------------------------------------------------
 
 
 def _add_capture_options(parser: argparse.ArgumentParser) -> None:
@@ -305,6 +305,19 @@ def _add_replay_step_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="for logs; default: CAPTURE/replay")
     parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON lines")
+
+
+def _add_price_options(parser: argparse.ArgumentParser) -> None:
+    where = "the run's folder, its name in runs/, or a folder in RUN/captures"
+    parser.add_argument("run", type=Path, metavar="RUN", help=where)
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="dotted.key=value",
+        help="changes to the run's config, for example trainer.num_ranks=2",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="for logs; default: CAPTURE/price")
+    parser.add_argument("--json", dest="as_json", action="store_true", help="print JSON")
 
 
 # -- report, export, doctor, schema -----------------------------------------------------------------------
@@ -512,6 +525,15 @@ COMMANDS: tuple[Command, ...] = (
         "if they are not.",
         _add_replay_step_options,
         _calling("async_rl.cli.replay_step:replay_step", "capture", "overrides"),
+    ),
+    Command(
+        "price",
+        "measure what stale tokens are worth, and propose a staleness bound",
+        "Starts the trainer's ranks from the newest capture's checkpoint, trains up to the captured step and "
+        "compares importance weights and gradients of its tokens by lag. With the throughput that plan "
+        "expects at several bounds, it proposes a rollout.max_staleness.",
+        _add_price_options,
+        _calling("async_rl.cli.price:price", "run", "overrides"),
     ),
     Command(
         "report",

@@ -288,14 +288,18 @@ def requested_workers(job: Config) -> int:
     return workers_needed(concurrent, one_machine=not job.placement.joins).number
 
 
-def coarsening(config: Config) -> int:
+def coarsening(config: Config, max_simulated: int = _MAX_SIMULATED) -> int:
     """Return how many real trajectories a simulated one stands for by default, a power of 2.
 
     A batch keeps at least one group, and an engine two slots: with one it would never have a slot to refill.
+
+    Args:
+        config: The job.
+        max_simulated: The number of simulated trajectories in flight that it should not exceed.
     """
     most = min(config.trainer.groups_per_batch, config.engine.max_running_requests // 2)
     coarsen = 1
-    while config.rollout.max_concurrent_trajectories > _MAX_SIMULATED * coarsen and 2 * coarsen <= most:
+    while config.rollout.max_concurrent_trajectories > max_simulated * coarsen and 2 * coarsen <= most:
         coarsen *= 2
     return coarsen
 

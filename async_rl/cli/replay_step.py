@@ -115,12 +115,12 @@ def replay_step(
     """
     capture = load_capture(path)
     if until == "rollout":
-        return _show_batch(load_batch(_batch_folder(path, capture.step)), capture, as_json)
+        return _show_batch(load_batch(batch_folder(path, capture.step)), capture, as_json)
     captured = load_config(path / "config.yaml")
-    config = _config_of_replay(load_config(path / "config.yaml", overrides))
+    config = config_of_replay(load_config(path / "config.yaml", overrides))
     check_trainer(config, config.trainer.worker, "trainer.worker")
-    batches = _load_batches(path, capture)
-    checkpoint = _checkpoint_of(path, capture)
+    batches = load_batches(path, capture)
+    checkpoint = checkpoint_of(path, capture)
     same = config.trainer == captured.trainer and config.model == captured.model
     console = run_console()
     found: list[Comparison] = []
@@ -136,10 +136,7 @@ def replay_step(
         async with open_trainer(config, folder) as trainer:
             await trainer.setup(checkpoint)
             for step, batch in batches.items():
-                for flaw in (await trainer.read_batch(batch)).values():
-                    raise DataError(f"the captured batch is damaged: {flaw}")
-                result = await trainer.train_step(batch, step)
-                compared = _compare(load_result(_batch_folder(path, step)), result)
+                compared = await repeat_step(trainer, path, batch, step)
                 found.extend(compared)
                 say(f"step {step}: {', '.join(map(str, compared))}")
         return found
@@ -154,11 +151,23 @@ def replay_step(
     return run_in_folder(result_folder(out or path / "replay", config), config, run, finish=finish)
 
 
-def _batch_folder(path: Path, step: int) -> Path:
+async def repeat_step(trainer: Trainer, path: Path, batch: TakenBatch, step: int) -> list[Comparison]:
+    """Train a step of a capture once more, and compare it with the run.
+
+    Raises:
+        DataError: A frame of its batch is damaged.
+    """
+    for flaw in (await trainer.read_batch(batch)).values():
+        raise DataError(f"the captured batch is damaged: {flaw}")
+    return compare_step(load_result(batch_folder(path, step)), await trainer.train_step(batch, step))
+
+
+def batch_folder(path: Path, step: int) -> Path:
+    """Return the folder of a step's batch in a capture."""
     return step_folder(path / kept_batches.FOLDER, step)
 
 
-def _config_of_replay(config: Config) -> Config:
+def config_of_replay(config: Config) -> Config:
     """Return the config for the ranks, which have their devices to themselves and serve no engine."""
     return replace(
         config,
@@ -167,7 +176,7 @@ def _config_of_replay(config: Config) -> Config:
     )
 
 
-def _load_batches(path: Path, capture: Capture) -> dict[int, TakenBatch]:
+def load_batches(path: Path, capture: Capture) -> dict[int, TakenBatch]:
     """Return the batches from the checkpoint to the captured step.
 
     Raises:
@@ -183,10 +192,10 @@ def _load_batches(path: Path, capture: Capture) -> dict[int, TakenBatch]:
             f"trained up to step {capture.step}: raise trainer.capture_bytes, or write checkpoints more "
             "often (trainer.checkpoint_every); --until rollout shows the batch of the step alone"
         )
-    return {step: load_batch(_batch_folder(path, step)) for step in wanted}
+    return {step: load_batch(batch_folder(path, step)) for step in wanted}
 
 
-def _checkpoint_of(path: Path, capture: Capture) -> str | None:
+def checkpoint_of(path: Path, capture: Capture) -> str | None:
     """Return the checkpoint to start from; None for the weights in `model.path`.
 
     Raises:
@@ -203,7 +212,7 @@ def _checkpoint_of(path: Path, capture: Capture) -> str | None:
     return str(checkpoint)
 
 
-def _compare(captured: StepResult | None, replayed: StepResult) -> list[Comparison]:
+def compare_step(captured: StepResult | None, replayed: StepResult) -> list[Comparison]:
     """Return the figures of a step that both have or the run lacks; a KL only where it was measured."""
     before: dict[str, float] = {} if captured is None else captured.metrics
     return [

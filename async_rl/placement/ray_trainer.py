@@ -14,7 +14,7 @@ from async_rl.config import Config
 from async_rl.engine_protocol import GroupInvite, WeightBucket
 from async_rl.errors import AsyncRLError, EnvironmentNotReady, NodeUnreachable, TrainerError
 from async_rl.runtime.supervision import run_together
-from async_rl.trainer_protocol import Saved, SendReport, StepResult, Trainer, TrainerState
+from async_rl.trainer_protocol import LagMeasurement, Saved, SendReport, StepResult, Trainer, TrainerState
 from async_rl.types import StoredTrajectory, TakenBatch
 
 T = TypeVar("T")
@@ -113,6 +113,13 @@ class RayTrainer(Trainer):
             self._config.trainer.step_timeout_s, "train_step", batch, step
         )
         return result
+
+    async def measure_lags(self, batch: TakenBatch) -> LagMeasurement:
+        """Implement `Trainer.measure_lags` for all ranks."""
+        passes = len({span.weight_version for each in batch.trajectories for span in each.spans})
+        limit_s = self._config.trainer.step_timeout_s * (1 + passes)
+        measured: LagMeasurement = await self._call_all(limit_s, "measure_lags", batch)
+        return measured
 
     async def _are_held(self, limit_s: float, held: Mapping[str, _Delivery]) -> Iterable[bool]:
         """Return for each node whether its reader still holds what it did: else no frame is damaged."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from io import StringIO
 from itertools import count
@@ -136,6 +137,8 @@ class JobPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the engines' time in which an update paused them."""
     staleness: list[float]
     """Share of the trained trajectories by staleness, from 0 on."""
+    token_lags: list[float]
+    """Share of the trained tokens by lag, from 0 on: a trajectory is as stale as its oldest token."""
     staleness_mean: float
     staleness_p99: int
     staleness_max: int
@@ -404,6 +407,7 @@ class _Job:
             engines_prefill=used.prefill_s / engine_s,
             engines_still=used.pause_s / engine_s,
             staleness=[float(share) for share in np.bincount(ages) / len(ages)],
+            token_lags=trainer.token_lags(),
             staleness_mean=float(ages.mean()),
             staleness_p99=int(np.percentile(ages, 99)),
             staleness_max=int(ages.max()),
@@ -485,6 +489,13 @@ class TimedTrainer:
         self.lengths: list[Int32Array] = []
         """Sampled tokens of each trajectory, after the warm-up."""
         self.trained_tokens = 0
+        self._tokens_by_lag = Counter[int]()
+
+    def token_lags(self) -> list[float]:
+        """Return the share of the trained tokens by lag, from 0 on, after the warm-up."""
+        counts = self._tokens_by_lag
+        total = max(1, counts.total())
+        return [counts[lag] / total for lag in range(max(counts, default=0) + 1)]
 
     async def setup(self, checkpoint_dir: str | None) -> TrainerState:
         """See `Trainer.setup`."""
@@ -501,11 +512,19 @@ class TimedTrainer:
             self.staleness.append(np.array(batch.staleness, np.int32))
             self.lengths.append(np.array(batch.sampled_lengths, np.int32))
             self.trained_tokens += num_sampled - batch.num_masked_tokens
+            oldest = batch.masked_below or 0
+            for span in (span for each in batch.trajectories for span in each.spans):
+                if span.is_sampled and span.weight_version >= oldest:
+                    self._tokens_by_lag[batch.trainer_version - span.weight_version] += span.length
         seconds = self._train_s(num_tokens, num_sampled)
         await self._machine.train(seconds)
         figures = dict.fromkeys(FIGURES, 0.0)
         known = {"tokens": num_tokens, "trained_tokens": num_sampled, "step_s": seconds}
         return StepResult(step=step, metrics=figures | known)
+
+    async def measure_lags(self, batch: TakenBatch) -> NoReturn:
+        """See `Trainer.measure_lags`."""
+        raise AssertionError("a plan has no gradients")
 
     async def take_snapshot(self, weight_version: int) -> None:
         """See `Trainer.take_snapshot`."""

@@ -11,11 +11,15 @@ import pytest
 from msgspec.structs import replace
 
 from async_rl.cli.main import main
+from async_rl.cli.price import price
 from async_rl.cli.replay_step import ReplayDiffers, replay_step
 from async_rl.config import Config, parse_config
 from async_rl.config.reference import resolved_yaml
 from async_rl.run.captures import Captures, write_capture
 from async_rl.sft.sft_ranks import LocalRank
+from async_rl.store.frames import read_trajectories
+from async_rl.store.kept_batches import load_batch, load_result
+from async_rl.trainer_protocol import LagMeasurement
 from async_rl.types import TakenBatch
 from tests.support.stored_batches import store_batch
 from tests.support.tiny_model import build_tiny_qwen3_moe
@@ -28,6 +32,9 @@ pytestmark = pytest.mark.megatron
 class ReplayingRank(LocalRank):
     async def read_batch(self, batch: TakenBatch) -> dict[str, str]:
         return self._worker.read_batch(batch)
+
+    async def measure_lags(self, batch: TakenBatch) -> LagMeasurement:
+        return self._worker.measure_lags(batch)
 
 
 class RankWithAnotherRow(ReplayingRank):
@@ -83,6 +90,24 @@ def test_a_step_is_repeated_bit_for_bit(capture, capsys):
     assert "step 2: loss" in out
     assert "bit for bit" in out
     assert "step 1: loss" not in out
+
+
+def test_a_captured_step_is_priced_at_the_weights_before_it(capture, capsys):
+    assert price(capture, as_json=True, open_trainer=in_process) == 0
+    found = json.loads(capsys.readouterr().out)
+    batch = read_trajectories(load_batch(capture / "batches" / "step_00000003"))
+    ages = (batch.trainer_version - batch.weight_versions)[batch.loss_mask]
+    assert [(each["lag"], each["tokens"]) for each in found["lags"]] == [
+        (lag, int((ages == lag).sum())) for lag in np.unique(ages)
+    ]
+    assert all(each["norm"] > 0 for each in found["lags"])
+    assert found["bounds"] == [], "there are no steps to take speeds from"
+    # The mean KL is of the weights before the step, which differ from those at the start.
+    kl = sum(each["kl_nats"] * each["tokens"] for each in found["lags"]) / len(ages)
+    metrics = load_result(capture / "batches" / "step_00000003").metrics
+    # k3 is the mean of exp(d) - 1 - d.
+    assert kl == pytest.approx(metrics["importance_ratio_mean"] - 1 - metrics["log_prob_diff"], rel=1e-4)
+    assert replay_step(capture, open_trainer=in_process) == 0, "pricing has changed the capture"
 
 
 def test_other_micro_batches_give_the_step_within_rounding(capture, capsys):

@@ -160,3 +160,15 @@ def test_engines_stay_full_and_nothing_is_dropped_when_lengths_have_a_heavy_tail
     assert plan.dropped == 0
     assert plan.staleness_max <= 5
     assert plan.ks_lengths < 0.05  # 0.03 is what so few answers differ by
+
+
+def test_tokens_are_younger_than_their_trajectories() -> None:
+    """Answers begin under one version and end under another; a trajectory is as stale as its oldest token."""
+    uneven = replace(EQUAL, sigma=0.8, max_tokens=400)
+    plan = simulate(
+        job("rollout.max_concurrent_trajectories=16", "engine.max_running_requests=16"), uneven, SHORT
+    )
+    assert sum(plan.token_lags) == pytest.approx(1.0)
+    assert len(plan.token_lags) <= plan.staleness_max + 1
+    mean = sum(lag * share for lag, share in enumerate(plan.token_lags))
+    assert 0 < mean < plan.staleness_mean

@@ -9,6 +9,7 @@ and the test files of which one must fail (default: that of the promise), as `fo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -372,6 +373,18 @@ def micro_batches_exceed_their_budget(original, share, padded, budget):
 @breaks("async_rl.store.kept_batches:keep_frames", "integration/step_replay", "unit/captures")
 def frames_of_a_capture_are_not_kept(original, *args, **named):
     """A capture lacks the frames of its batch."""
+
+
+@breaks("trainer.worker:TrainerWorker._token_weights", "integration/trainer_lags")
+def every_lag_has_the_gradient_of_all(original, worker, trajectories, goal):
+    """The loss of a lag counts tokens of other lags."""
+    return original(worker, trajectories, replace(goal, only=None))
+
+
+@breaks("async_rl.planning.staleness_price:_crossed", "integration/trainer_lags", "unit/staleness_price")
+def noise_is_taken_for_staleness(original, products, parts):
+    """Products of a part with itself, which have its noise, count in the direction."""
+    return sum(products[i][j] for i in parts for j in parts)
 
 
 @breaks("trainer.checkpoints.manifest:find_flaw", "integration/checkpoints")

@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
 import msgspec
 
@@ -114,6 +114,10 @@ class SimulatedTrainer:
                 return flaws
             self._read = batch.trajectory_ids, read_trajectories(batch)
         return {}
+
+    async def measure_lags(self, batch: TakenBatch) -> NoReturn:
+        """Implements `Trainer.measure_lags`."""
+        raise AssertionError("a simulated trainer has no gradients")
 
     async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         """Implements `Trainer.train_step`."""
