@@ -16,7 +16,7 @@ from async_rl.config import Config, parse_config
 from async_rl.engine_protocol import EngineFacts
 from async_rl.observability.metrics import Metrics
 from async_rl.planning.coarse_engine import CoarseEngine, EngineSpeed
-from async_rl.planning.planned_job import PlannedCluster, TimedTrainer
+from async_rl.planning.planned_job import PlannedCluster, SharedMachine, Sharing, TimedTrainer
 from async_rl.planning.workload import PlannedChat
 from async_rl.rollout.session.api import Session
 from async_rl.run.inputs import RunInputs
@@ -71,7 +71,10 @@ class _CheckingTrainer(TimedTrainer):
     """Checks each batch, and keeps it."""
 
     def __init__(self, step: int, step_s: float, max_staleness: int) -> None:
-        super().__init__(lambda tokens, sampled: step_s, publish_s=0.0, snapshot_s=0.0, warmup=0)
+        machine = SharedMachine(Sharing())
+        super().__init__(
+            lambda tokens, sampled: step_s, publish_s=0.0, snapshot_s=0.0, warmup=0, machine=machine
+        )
         self.step, self._max_staleness = step, max_staleness
         self.batches: list[TakenBatch] = []
 
