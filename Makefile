@@ -47,7 +47,7 @@ gpu-proof:  ## Run on a GPU what needs one (PYTHON= MINUTES=N NEEDS=trainer,engi
 check: setup  ## Formatting, lint and types.
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
 
-bench: setup  ## Run the benchmarks, briefly (all but wrong_routing.py, which trains the quickstart's model).
+bench: setup  ## Run the benchmarks, briefly (all but wrong_routing.py and price_of_staleness.py, which train the quickstart's model).
 	@set -e; for file in $$(grep -l -e ', quick="' benchmarks/*.py); do \
 		echo "== $$file"; $(BIN)/python $$file --quick; done
 

@@ -143,6 +143,11 @@ class LagFigures(msgspec.Struct, frozen=True, kw_only=True):
     """`[i][j]`: inner product of the gradients of part i of this lag and part j of the smallest lag."""
     with_itself: tuple[tuple[float, ...], ...]
     """`[i][j]`: the same of parts i and j of this lag."""
+    with_exact: tuple[tuple[float, ...], ...]
+    """`[i][j]`: inner product of the gradient of part i and the one that part j would have, if the importance
+    weight of each token were exactly w: neither cut nor left out."""
+    exact_with_itself: tuple[tuple[float, ...], ...]
+    """`[i][j]`: the same of these gradients of parts i and j."""
 
 
 class LagMeasurement(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,7 +198,7 @@ class Trainer(Protocol):
         """Measure importance weights and gradients of a batch's tokens by their lag; no weight changes.
 
         Each lag's gradient is of the loss of one update of the whole batch in which other tokens do not
-        count. It needs a copy of as many gradients as twice the parts, on the host.
+        count. The hosts hold copies of three gradients for each part.
 
         Args:
             batch: A batch whose frames are in a folder that all nodes share, such as a kept one.

@@ -1,8 +1,7 @@
 """Sums over a batch's trained tokens by lag and by part of the batch. Pure.
 
-A part has some of the groups. Tokens of one group share a prompt and are compared with each other, and a
-trajectory has tokens of several lags; gradients of different parts have nothing in common but the policy, so
-that their noise does not add to the inner product.
+A part has some of the groups. Tokens of one group share a prompt and are compared with each other, so that
+groups, not tokens, are what a batch is a sample of.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from trainer.megatron.packing import UNKNOWN_LAG, Targets
 
 NUM_PARTS: Final = 4
 """Leaving out each part in turn gives four estimates whose spread can be seen. Each part takes host memory
-for two gradients."""
+for three gradients."""
 
 
 def deal_groups(group_index: Int32Array) -> list[list[int]]:
@@ -70,8 +69,8 @@ class TokenSums:
         """The number of trained tokens of unknown lag."""
         return int((self._lag == UNKNOWN_LAG).sum())
 
-    def figures(self, lag: int, with_fresh: Float64Array, with_itself: Float64Array) -> LagFigures:
-        """Return the figures of a lag with the inner products of its gradients.
+    def figures(self, lag: int, **products: Float64Array) -> LagFigures:
+        """Return the figures of a lag with the inner products of its gradients, the other fields.
 
         Source: k3: John Schulman, "Approximating KL Divergence" (2020).
         """
@@ -88,6 +87,5 @@ class TokenSums:
             weights=sums(ratios),
             squares=sums(ratios**2),
             kl=sums(ratios - 1 - difference),
-            with_fresh=tuple(map(tuple, with_fresh.tolist())),
-            with_itself=tuple(map(tuple, with_itself.tolist())),
+            **{name: tuple(map(tuple, each.tolist())) for name, each in products.items()},
         )

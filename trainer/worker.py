@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from async_rl.config import Config, RejectConfig, old_log_probs_reason, parse_config
+from async_rl.config import Config, ImportanceConfig, RejectConfig, old_log_probs_reason, parse_config
 from async_rl.engine_protocol import GroupInvite, WeightBucket
 from async_rl.engines.model_facts import read_config
 from async_rl.errors import CorruptFrame, InvariantError, NonFiniteLoss, TrainerError
@@ -937,15 +937,41 @@ class TrainerWorker:
         fresh: list[list[GradientPart]] = []
         lags = []
         for lag in of_tokens.lags:
-            found = [
-                self._copy_gradient(part, trajectories, replace(goal, only=wanted.lag == lag))
-                for part, trajectories in zip(placed, parts, strict=True)
-            ]
+            of_lag = replace(goal, only=wanted.lag == lag)
+
+            def gradients(of_lag: UpdateInputs = of_lag) -> list[list[GradientPart]]:
+                jobs = zip(placed, parts, strict=True)
+                return [self._copy_gradient(part, trajectories, of_lag) for part, trajectories in jobs]
+
+            found = gradients()
+            with self._exact_correction():
+                exact = gradients()
             fresh = fresh or found
-            with_fresh = inner_products(found, fresh, model.device)
-            with_itself = inner_products(found, found, model.device)
-            lags.append(of_tokens.figures(lag, with_fresh, with_itself))
+            products = {
+                "with_fresh": (found, fresh),
+                "with_itself": (found, found),
+                "with_exact": (found, exact),
+                "exact_with_itself": (exact, exact),
+            }
+            lags.append(
+                of_tokens.figures(
+                    lag, **{name: inner_products(*pair, model.device) for name, pair in products.items()}
+                )
+            )
         return LagMeasurement(lags=tuple(lags), unknown_tokens=of_tokens.unknown)
+
+    @contextmanager
+    def _exact_correction(self) -> Iterator[None]:
+        """Weight each token by its exact importance within the block, whatever the config says."""
+        kept, loss = self.config, self.config.trainer.loss
+        exact = ImportanceConfig(level="token", high=math.inf)
+        loss = msgspec.structs.replace(loss, old_log_probs="recompute", importance=exact)
+        trainer = msgspec.structs.replace(kept.trainer, loss=loss)
+        self.config = msgspec.structs.replace(kept, trainer=trainer)
+        try:
+            yield
+        finally:
+            self.config = kept
 
     def _copy_gradient(
         self, placed: list[PlacedMicroBatch], trajectories: Sequence[int], goal: UpdateInputs

@@ -170,7 +170,7 @@ def _priced(path: Path, overrides: Sequence[str], measured: LagMeasurement) -> P
         return msgspec.structs.replace(prices, remarks=[f"No bound is proposed: {error}"])
     bounds, proposal = price_bounds(measured, plans), propose_bound(measured, plans)
     own = load_config(path / "config.yaml", overrides).rollout.max_staleness
-    remarks = [*refused, *_remarks(prices.lags, bounds, proposal, own)]
+    remarks = [*refused, *_remarks(prices.lags[-1].lag, bounds, proposal, own)]
     return msgspec.structs.replace(prices, bounds=bounds, proposal=proposal, remarks=remarks)
 
 
@@ -200,10 +200,8 @@ def _simulated(path: Path, overrides: Sequence[str], run: Path) -> tuple[dict[in
     return plans, refused
 
 
-def _remarks(
-    lags: Sequence[LagPrice], bounds: Sequence[BoundPrice], proposal: Proposal, own: int
-) -> list[str]:
-    """Return what the prices say, and how sure it is."""
+def _remarks(oldest: int, bounds: Sequence[BoundPrice], proposal: Proposal, own: int) -> list[str]:
+    """Return what the prices say, and how sure it is; `oldest` is the largest lag of the step."""
     by_bound = {each.bound: each for each in bounds}
     best, current = by_bound[proposal.bound], by_bound[own]
     gain = best.effective_tokens_per_s / current.effective_tokens_per_s
@@ -222,25 +220,18 @@ def _remarks(
         )
     else:
         said.append("How sure this is cannot be said of a single group.")
-    noisy = [each.lag for each in lags[1:] if each.direction is None or each.direction_error is None]
-    if noisy:
-        said.append(
-            f"Noise hides the direction of the gradients at lag {', '.join(map(str, noisy))}: these tokens "
-            "are priced by their sample share alone."
-        )
     if best.extrapolated > 0.01:
-        newest = max(each.lag for each in lags)
         said.append(
             f"{best.extrapolated:.0%} of the tokens of that bound have lags that the step has none of (it "
-            f"ends at {newest}): their worth is extrapolated. Run with it for a while, and price again."
+            f"ends at {oldest}): their worth is extrapolated. Run with it for a while, and price again."
         )
     return said
 
 
 def _lag_table(lags: Sequence[LagPrice]) -> Table:
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
-    names = ("lag", "tokens", "sample share", "KL, nats", "gradient norm", "cosine to freshest")
-    for name in (*names, "cosine of halves", "direction", "worth"):
+    names = ("lag", "tokens", "sample share", "KL, nats", "gradient norm", "direction")
+    for name in (*names, "worth", "cosine to freshest", "cosine of halves"):
         table.add_column(name, justify="right")
     for each in lags:
         error = "" if each.direction_error is None else f" ± {each.direction_error:.3f}"
@@ -250,10 +241,10 @@ def _lag_table(lags: Sequence[LagPrice]) -> Table:
             f"{each.sample_share:.4f}",
             f"{each.kl_nats:.2e}",
             f"{each.norm:.3g}",
+            _or_dash(each.direction) + error,
+            f"{each.worth:.3f}",
             _or_dash(each.cosine),
             _or_dash(each.halves),
-            _or_dash(each.direction) + (error if each.lag != lags[0].lag else ""),
-            f"{each.worth:.3f}",
         )
     return table
 

@@ -7,16 +7,17 @@
 
 The *sample share* of a lag is the effective sample size of its importance weights over its tokens: how many
 tokens of the trainer's own policy tell as much about it. The *direction* is the cosine between the gradient
-of stale and of fresh tokens without the noise of both: gradients of few tokens differ even if they are of
-the same policy. With c as the direction, a step along a gradient of n tokens, as noisy as gradients of
-reinforcement learning are, improves the policy as much as one of `c² n` tokens that point the right way.
+that the run's loss makes of these tokens, and the one with exact importance weights, which has no bias. Both
+are of the same tokens, so that their noise is the same. The cosine with the gradient of fresher tokens is not
+used: those are other tokens (ends of long answers, whole short ones) and would differ without any staleness.
+With c as the direction, a step along a gradient of n tokens, as noisy as gradients of reinforcement learning
+are, improves the policy as much as one of `c² n` tokens that point the right way.
 
     worth = sample share · direction²
 
 Source: effective sample size: Kong, "A note on importance sampling using standardized weights" (1992).
-Correction of a correlation for noise: Spearman, "The proof and measurement of association between two things"
-(1904). Improvement in proportion to the tokens while noise dominates: arXiv 1812.06162, section 2.2, where a
-gradient off by an angle has c² of the squared signal. Errors: the jackknife, Tukey (1958).
+Improvement in proportion to the tokens while noise dominates: arXiv 1812.06162, section 2.2, where a gradient
+off by an angle has c² of the squared signal. Errors: the jackknife, Tukey (1958).
 """
 
 from __future__ import annotations
@@ -56,14 +57,14 @@ class LagPrice(msgspec.Struct, frozen=True, kw_only=True):
     """KL divergence of the sampling from the trainer's policy, per token."""
     norm: float
     """Of the gradient of these tokens, in an update of the whole batch."""
-    cosine: float | None
-    """Between the gradients of these and the freshest tokens, noise included; None: one is 0."""
-    halves: float | None
-    """Cosine between the gradients of two halves of these tokens, of other groups: the noise."""
     direction: float | None
-    """The cosine without the noise; None where noise hides it."""
+    """Cosine between it and the gradient of the same tokens with exact importance weights; None: one is 0."""
     direction_error: float | None
-    """Its standard error."""
+    """Its standard error; None with fewer than three groups."""
+    cosine: float | None
+    """Between the gradients of these and of the freshest tokens, which are others."""
+    halves: float | None
+    """Cosine between the gradients of two halves of these tokens, of other groups: what noise alone does."""
     worth: float
     """Tokens of the trainer's own policy that one of these tokens is worth."""
 
@@ -109,16 +110,14 @@ def price_lags(measured: LagMeasurement) -> list[LagPrice]:
             tokens=sum(each.tokens),
             sample_share=_sample_share(each, parts),
             kl_nats=sum(each.kl) / sum(each.tokens),
-            norm=math.sqrt(max(0.0, float(np.sum(each.with_itself)))),
+            norm=math.sqrt(max(0.0, _among(each.with_itself, parts))),
             cosine=_ratio(
-                float(np.sum(each.with_fresh)),
-                float(np.sum(each.with_itself)),
-                float(np.sum(fresh.with_itself)),
+                *(_among(of, parts) for of in (each.with_fresh, each.with_itself, fresh.with_itself))
             ),
             halves=_halves(each),
-            direction=_direction(each, fresh, parts),
-            direction_error=_direction_error(each, fresh, parts),
-            worth=_worth(each, fresh, parts, charged),
+            direction=_direction(each, parts),
+            direction_error=_jackknife(partial(_direction, each), parts),
+            worth=_worth(each, parts, charged),
         )
         for each in measured.lags
     ]
@@ -176,12 +175,12 @@ def _trained_per_s(plan: JobPlan) -> float:
 
 
 def _charged_lags(measured: LagMeasurement) -> set[int]:
-    """Return the lags whose direction differs from the fresh tokens' by more than noise."""
-    fresh, parts = measured.lags[0], _all_parts(measured)
+    """Return the lags whose direction is off by more than what differs between groups."""
+    parts = _all_parts(measured)
     charged = set()
-    for each in measured.lags[1:]:
-        direction = _direction(each, fresh, parts)
-        error = _direction_error(each, fresh, parts)
+    for each in measured.lags:
+        direction = _direction(each, parts)
+        error = _jackknife(partial(_direction, each), parts)
         if direction is not None and error is not None and 1 - direction > _SURE * error:
             charged.add(each.lag)
     return charged
@@ -194,20 +193,13 @@ def _sample_share(lag: LagFigures, parts: Parts) -> float:
     return weights**2 / (tokens * squares) if tokens else 1.0
 
 
-def _direction(lag: LagFigures, fresh: LagFigures, parts: Parts) -> float | None:
-    """Return the cosine between gradients from the products of different parts, which share no noise."""
-    if lag.lag == fresh.lag:
-        return 1.0
-    crossed = [_crossed(of, parts) for of in (lag.with_fresh, lag.with_itself, fresh.with_itself)]
-    return _ratio(*crossed)
+def _direction(lag: LagFigures, parts: Parts) -> float | None:
+    """Return the cosine between the gradients of the same tokens, by the loss and with exact weights."""
+    return _ratio(*(_among(of, parts) for of in (lag.with_exact, lag.with_itself, lag.exact_with_itself)))
 
 
-def _direction_error(lag: LagFigures, fresh: LagFigures, parts: Parts) -> float | None:
-    return _jackknife(partial(_direction, lag, fresh), parts)
-
-
-def _crossed(products: Sequence[Sequence[float]], parts: Parts) -> float:
-    return sum(products[i][j] for i in parts for j in parts if i != j)
+def _among(products: Sequence[Sequence[float]], parts: Parts) -> float:
+    return sum(products[i][j] for i in parts for j in parts)
 
 
 def _halves(lag: LagFigures) -> float | None:
@@ -220,8 +212,8 @@ def _ratio(product: float, one: float, other: float) -> float | None:
     return product / math.sqrt(one * other) if one > 0 and other > 0 else None
 
 
-def _worth(lag: LagFigures, fresh: LagFigures, parts: Parts, charged: set[int]) -> float:
-    direction = _direction(lag, fresh, parts) if lag.lag in charged else None
+def _worth(lag: LagFigures, parts: Parts, charged: set[int]) -> float:
+    direction = _direction(lag, parts) if lag.lag in charged else None
     factor = 1.0 if direction is None else min(1.0, max(0.0, direction))
     return _sample_share(lag, parts) * factor**2
 
@@ -233,7 +225,7 @@ def _mean_worth(measured: LagMeasurement, plan: JobPlan, charged: set[int], part
     is fitted to the others, each with the weight of its tokens.
     """
     fresh = measured.lags[0]
-    worths = {each.lag: _worth(each, fresh, parts, charged) for each in measured.lags}
+    worths = {each.lag: _worth(each, parts, charged) for each in measured.lags}
     first = max(_LEAST, worths[fresh.lag])
     above = steep = 0.0
     for each in measured.lags[1:]:

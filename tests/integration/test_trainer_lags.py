@@ -102,6 +102,28 @@ def test_each_lag_is_what_it_is_alone(two_layers):
     ), "lags cannot be told apart here"
 
 
+UNCORRECTED = {"importance": {"level": "off"}, "uncorrected": True}
+EXACT = {"importance": {"level": "token", "high": 1e9}}
+
+
+@pytest.mark.parametrize(
+    "loss", [UNCORRECTED, {"importance": {"high": 1.01}}, {"old_log_probs": "rollout"}], ids=str
+)
+def test_the_exact_gradient_is_that_of_weights_that_are_not_cut(two_layers, loss):
+    batch = batch_of()
+    with started(trainer_config(two_layers, loss=loss)) as worker:
+        measured = worker.measure_lags_of(batch)
+        with trial(worker, trainer_config(two_layers, loss=EXACT)):
+            expected = worker.measure_lags_of(batch)
+            norm = worker.train_on(batch, 1).metrics["grad_norm"]
+    assert norm > 0.01
+    for each, exact in zip(measured.lags, expected.lags, strict=True):
+        np.testing.assert_allclose(exact.with_exact, exact.with_itself, rtol=1e-4, atol=1e-9)
+        np.testing.assert_allclose(each.exact_with_itself, exact.with_itself, rtol=1e-4, atol=1e-9)
+        cosine = total(each.with_exact) / math.sqrt(total(each.with_itself) * total(each.exact_with_itself))
+        assert cosine < 0.9999
+
+
 def test_tokens_of_unknown_lag_are_counted_apart(two_layers):
     batch = batch_of()
     unknown = np.zeros(batch.num_tokens, bool)
@@ -159,7 +181,7 @@ def measure_in_layouts(rank: int, model: Path, folder: str, names: list[str], ra
 
 
 def products(measured: LagMeasurement) -> np.ndarray:
-    return np.array([[each.with_fresh, each.with_itself] for each in measured.lags])
+    return np.array([[each.with_fresh, each.with_itself, each.with_exact] for each in measured.lags])
 
 
 def test_two_ranks_measure_what_one_does(two_layers, tmp_path):

@@ -29,16 +29,18 @@ METRICS = {"loss": 0.5, "grad_norm": 1.0, "log_prob_diff": 0.0, "log_prob_abs_di
 
 
 def figures(lag: int, share: float, turn: float = 0.0) -> LagFigures:
-    """Four parts of 25 tokens with one gradient, turned by an angle, and a sample share."""
-    product = tuple([(math.cos(turn),) * 4] * 4)
+    """Four parts of 25 tokens with one gradient, an angle away from the exact one, and a sample share."""
+    one = ((1.0,) * 4,) * 4
     return LagFigures(
         lag=lag,
         tokens=(25,) * 4,
         weights=(25.0 * share,) * 4,
         squares=(25.0 * share,) * 4,
         kl=(0.25,) * 4,
-        with_fresh=product,
-        with_itself=((1.0,) * 4,) * 4,
+        with_fresh=one,
+        with_itself=one,
+        with_exact=((math.cos(turn),) * 4,) * 4,
+        exact_with_itself=one,
     )
 
 

@@ -16,15 +16,16 @@ FRESH = ((3.0, 0.0), (1.0, 0.0), (2.0, 0.0), (2.0, 0.0))
 """Gradients of four parts."""
 
 TURNED = ((3.0, 3.0), (1.0, 1.0), (2.0, 2.0), (2.0, 2.0))
-"""Those of a lag that points 45 degrees away from them."""
+"""Those 45 degrees away from them."""
 
-Vectors = Sequence[Sequence[float]]
+Vectors = Sequence[Sequence[float]] | np.ndarray
 
 
 def lag_of(
     lag: int,
     vectors: Vectors,
-    fresh: Vectors,
+    exact: Vectors,
+    fresh: Vectors = FRESH,
     *,
     tokens: Sequence[int] = (10, 10, 10, 10),
     share: float = 1.0,
@@ -36,14 +37,23 @@ def lag_of(
         weights=tuple(share * n for n in tokens),
         squares=tuple(share * n for n in tokens),
         kl=tuple(0.5 * n for n in tokens),
-        with_fresh=tuple(map(tuple, (np.array(vectors) @ np.array(fresh).T).tolist())),
-        with_itself=tuple(map(tuple, (np.array(vectors) @ np.array(vectors).T).tolist())),
+        with_fresh=products(vectors, fresh),
+        with_itself=products(vectors, vectors),
+        with_exact=products(vectors, exact),
+        exact_with_itself=products(exact, exact),
     )
 
 
+def products(left: Vectors, right: Vectors) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, (np.array(left) @ np.array(right).T).tolist()))
+
+
 def measured(*lags: tuple[int, Vectors, float]) -> LagMeasurement:
-    fresh = lags[0][1]
-    return LagMeasurement(lags=tuple(lag_of(lag, v, fresh, share=share) for lag, v, share in lags))
+    """Lags whose gradients should be those of `FRESH`, and are these."""
+    freshest = lags[0][1]
+    return LagMeasurement(
+        lags=tuple(lag_of(lag, vectors, FRESH, freshest, share=share) for lag, vectors, share in lags)
+    )
 
 
 def plan(tokens_per_s: float, lags: Sequence[float], masked: float = 0.0) -> JobPlan:
@@ -61,6 +71,8 @@ def test_the_sample_share_is_kongs() -> None:
         kl=(0.3,),
         with_fresh=((4.0,),),
         with_itself=((4.0,),),
+        with_exact=((4.0,),),
+        exact_with_itself=((4.0,),),
     )
     (price,) = price_lags(LagMeasurement(lags=(lag,)))
     assert price.sample_share == pytest.approx(36 / 42)
@@ -79,16 +91,15 @@ def test_a_turned_gradient_costs_the_square_of_its_cosine() -> None:
     assert stale.norm == pytest.approx(8 * math.sqrt(2))
 
 
-def test_noise_lowers_the_cosine_and_not_the_direction() -> None:
-    """Each part has noise of its own, in a dimension of its own."""
-    quiet = np.array([[2.0, 0.0]] * 4)
-    noise = 3 * np.eye(4)
+def test_the_cosine_to_other_tokens_has_their_noise_and_costs_nothing() -> None:
+    """Each part has noise of its own, in a dimension of its own, which is the same with exact weights."""
+    quiet, noise = np.array([[2.0, 0.0]] * 4), 3 * np.eye(4)
     fresh, stale = np.hstack([quiet, noise, 0 * noise]), np.hstack([quiet, 0 * noise, noise])
-    first, second = price_lags(measured((0, fresh.tolist(), 1.0), (1, stale.tolist(), 1.0)))
+    lags = (lag_of(0, fresh, fresh, fresh), lag_of(1, stale, stale, fresh))
+    first, second = price_lags(LagMeasurement(lags=lags))
     assert second.cosine == pytest.approx(64 / (64 + 36))
     assert first.halves == pytest.approx(16 / (16 + 18))
-    assert second.direction == pytest.approx(1.0)
-    assert second.worth == 1.0
+    assert (second.direction, second.worth) == (pytest.approx(1.0), 1.0)
 
 
 def test_a_direction_that_noise_may_explain_is_not_charged() -> None:
@@ -106,19 +117,19 @@ def test_the_error_is_the_jackknifes() -> None:
     a, b = np.array(rough), np.array(FRESH)
 
     def direction(parts: list[int]) -> float:
-        def crossed(x: np.ndarray, y: np.ndarray) -> float:
-            return sum(float(x[i] @ y[j]) for i in parts for j in parts if i != j)
+        def total(x: np.ndarray, y: np.ndarray) -> float:
+            return sum(float(x[i] @ y[j]) for i in parts for j in parts)
 
-        return crossed(a, b) / math.sqrt(crossed(a, a) * crossed(b, b))
+        return total(a, b) / math.sqrt(total(a, a) * total(b, b))
 
     left = np.array([direction([part for part in range(4) if part != out]) for out in range(4)])
     assert stale.direction_error == pytest.approx(math.sqrt(3 / 4 * ((left - left.mean()) ** 2).sum()))
 
 
-def test_gradients_that_are_all_noise_have_no_direction() -> None:
-    opposed = ((1.0, 0.0), (-1.0, 0.0), (1.0, 0.0), (-1.0, 0.0))
-    _, stale = price_lags(measured((0, FRESH, 1.0), (1, opposed, 0.7)))
-    assert (stale.direction, stale.direction_error) == (None, None)
+def test_tokens_without_a_gradient_have_no_direction() -> None:
+    """Their groups have equal rewards."""
+    _, stale = price_lags(measured((0, FRESH, 1.0), (1, ((0.0, 0.0),) * 4, 0.7)))
+    assert (stale.direction, stale.direction_error, stale.cosine) == (None, None, None)
     assert stale.worth == pytest.approx(0.7)
 
 
@@ -167,6 +178,8 @@ def test_a_proposal_that_depends_on_a_part_is_not_sure() -> None:
         kl=stale.kl,
         with_fresh=stale.with_fresh,
         with_itself=stale.with_itself,
+        with_exact=stale.with_exact,
+        exact_with_itself=stale.exact_with_itself,
     )
     step = LagMeasurement(lags=(fresh, stale))
     plans = {0: plan(100, [1.0]), 2: plan(200, [0.0, 0.0, 1.0])}
@@ -177,6 +190,6 @@ def test_a_proposal_that_depends_on_a_part_is_not_sure() -> None:
 
 
 def test_a_single_group_says_nothing_about_how_sure_it_is() -> None:
-    lags = tuple(lag_of(lag, FRESH[:1], FRESH[:1], tokens=(10,)) for lag in (0, 1))
+    lags = tuple(lag_of(lag, FRESH[:1], FRESH[:1], FRESH[:1], tokens=(10,)) for lag in (0, 1))
     proposal = propose_bound(LagMeasurement(lags=lags), {0: plan(100, [1.0])})
     assert (proposal.without_a_part, proposal.is_sure) == ((), False)
