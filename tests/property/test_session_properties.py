@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_rl import routing
-from async_rl.engine_protocol import Chunk, Finish, GenerateRequest, InterruptMode, RoutingPayload
+from async_rl.engine_protocol import (
+    Chunk,
+    EngineCapacity,
+    Finish,
+    GenerateRequest,
+    InterruptMode,
+    RoutingPayload,
+)
 from async_rl.engines.simulated import routing_rows
 from async_rl.errors import AlignmentError, EngineError, PromptTooLong
 from async_rl.planning.virtual_time import run_virtual
@@ -89,6 +96,7 @@ class Fate:
 
     def __init__(self, engine_id: str, world: World) -> None:
         self.engine_id = engine_id
+        self.capacity = EngineCapacity()
         self.world = world
         self.steps = list(world.steps)
         self.recoveries = list(world.recoveries)

@@ -9,6 +9,7 @@ import numpy as np
 from async_rl import routing
 from async_rl.engine_protocol import (
     Chunk,
+    EngineCapacity,
     EngineHealth,
     Finish,
     GenerateRequest,
@@ -64,6 +65,7 @@ class ScriptedEngine:
 
     def __init__(self, engine_id: str = "engine-0", scripts: Sequence[Script] = ()) -> None:
         self.engine_id = engine_id
+        self.capacity = EngineCapacity()
         self.scripts = list(scripts)
         self.requests: list[GenerateRequest] = []
         self.log: list[str] = []

@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from async_rl.engine_protocol import (
     DistributedUpdate,
+    EngineCapacity,
     EngineHealth,
     GroupInvite,
     WeightBucket,
@@ -43,6 +44,7 @@ class ReceivingEngine:
 
     def __init__(self, engine_id: str, process: asyncio.subprocess.Process) -> None:
         self.engine_id = engine_id
+        self.capacity = EngineCapacity()
         self.process = process
         self.weight_version = 0
         self.digest = ""

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.cli.main import main
 from async_rl.config import apply_override, load_config, reference
-from async_rl.engine_protocol import EngineHealth
+from async_rl.engine_protocol import EngineCapacity, EngineHealth
 from async_rl.errors import ConfigError
 from async_rl.run.identity import check_identity
 from async_rl.runtime import yaml12
@@ -78,6 +78,7 @@ class _OtherModel:
     """An external server; it says which model it serves."""
 
     engine_id = "engine-0"
+    capacity = EngineCapacity()
 
     async def health(self) -> EngineHealth:
         return EngineHealth(weight_version=0, model_path="/models/another")
