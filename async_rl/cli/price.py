@@ -18,7 +18,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from async_rl.cli.plan import coarsening, num_engines, with_engines, workload_for
+from async_rl.cli.plan import coarsening, with_engines, workload_for
 from async_rl.cli.replay_step import (
     OpenTrainer,
     checkpoint_of,
@@ -38,6 +38,7 @@ from async_rl.planning.staleness_price import (
     price_lags,
     propose_bound,
 )
+from async_rl.planning.workload import num_engines
 from async_rl.run.captures import FOLDER, MANIFEST, load_capture
 from async_rl.run.folder import find_run_folder, result_folder, run_console, run_in_folder
 from async_rl.run.preflight import check_trainer
