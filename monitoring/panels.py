@@ -580,6 +580,7 @@ TRAINER: Final = (
         Query(value("checkpoint_write_seconds"), "checkpoint: written beside"),
         colors={"step": GREEN, "wait": GREY},
     ),
+    _of_steps("plan"),
     _of_steps(
         "idle",
         Query(value("trainer_idle_ratio"), "trainer, since the start"),

@@ -46,7 +46,8 @@ EXPRESSED: Final = frozenset(
 )
 """The settings that a simulation expresses: those of the scheduler. `routing.merge` costs it nothing."""
 
-_HOW: Final = PlannedRun(versions=12, warmup=6)
+HOW: Final = PlannedRun(versions=12, warmup=6)
+"""How long its simulations are."""
 
 
 def what_if(run: Path, overrides: Sequence[str], *, as_json: bool = False) -> int:
@@ -65,9 +66,9 @@ def what_if(run: Path, overrides: Sequence[str], *, as_json: bool = False) -> in
     """
     folder = find_run_folder(run)
     past = read_past_run(folder)
-    _check_expressible(past)
+    check_expressible(past)
     config = changed_config(folder, past, overrides)
-    how = replace(_HOW, coarsen=max(coarsening(past.config), coarsening(config)))
+    how = replace(HOW, coarsen=max(coarsening(past.config), coarsening(config)))
     total = (how.warmup + how.versions) * (1 + CORRECTIONS + bool(overrides))
     done = 0
 
@@ -115,7 +116,7 @@ def _value_at(config: Config, key: str) -> Any:
     return value
 
 
-def _check_expressible(past: PastRun) -> None:
+def check_expressible(past: PastRun) -> None:
     """Refuse runs whose scheduling a simulation cannot express.
 
     Raises:
@@ -140,7 +141,8 @@ def _predict(
 
 def remarks_on(fitted: FittedRun, config: Config) -> list[str]:
     """Return what stands out in the record, and what limits a prediction, in sentences."""
-    remarks, before = slow_engines(fitted.past.calls), fitted.past.config
+    before = fitted.past.config
+    remarks = [f"{each}." for each in slow_engines(fitted.past.calls)]
     if config.weights.overlap and not before.weights.overlap:
         remarks.append(
             "The run did not copy its weights (weights.overlap): the copy is taken to cost nothing."

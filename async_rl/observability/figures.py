@@ -406,6 +406,12 @@ STEP_FIGURES: Final = {
             unit="tokens per second",
             bad="Falls: engines are down, idle, or answers have become long.",
         ),
+        "throughput_vs_plan_ratio": Description(
+            "Trained tokens per second of the last five steps, over what an earlier window of the run, and "
+            "a simulation with the engines that serve now, let expect; NaN until there is a window.",
+            bad="Below 0.8: the run has become slower than it was. The page, and `below_plan` in "
+            "`metrics.jsonl`, name engines, tools, rewards, steps or updates that changed most.",
+        ),
     }.items()
 }
 """The figures of a step by the field of `StepRecord` that holds them.

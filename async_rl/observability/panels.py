@@ -267,6 +267,12 @@ STEP_PANELS: Final = (
                 unit="tokens/s",
             ),
             Panel(
+                name="plan",
+                title="Throughput against plan",
+                note="Around 1: as fast as earlier steps let expect. Below 0.8: the tile names the cause.",
+                lines={"throughput_vs_plan_ratio": "share of the plan"},
+            ),
+            Panel(
                 name="idle",
                 title="Idle shares",
                 note="Trainer idle: more engines or staleness. Engines idle: more ranks or fewer engines.",

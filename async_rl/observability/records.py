@@ -133,6 +133,9 @@ class StepRecord(TrainerFigures, frozen=True, kw_only=True):
     """The same by reason."""
     engine_idle_share: Figure = None
     tokens_per_s: float = 0.0
+    throughput_vs_plan_ratio: Figure = None
+    below_plan: tuple[str, ...] = ()
+    """Why the last steps are slower than expected, the worst cause first; empty if unknown or not slower."""
 
     @property
     def lag0_step(self) -> int | None:
@@ -249,6 +252,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 WINDOW = 5
 """Steps in `reward_first` and `reward_last`: one batch is too noisy to compare with another."""
+
+NEARLY_PLAN: Final = 0.9
+"""From this `throughput_vs_plan_ratio` on a run is as fast as expected, within the noise of a few steps."""
 
 _PACE_STEPS: Final = 10
 """The number of recent steps from which the remaining time is estimated."""

@@ -68,11 +68,11 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
 
     config: Config
     records: list[StepRecord]
-    """All steps."""
+    """All steps, or those from some step on."""
     trajectories: list[PastTrajectory]
     """Trained ones of the steady state, as far as the archive has them, in the order of their ends."""
     calls: list[TurnCalls]
-    """Of all trajectories that the archive has."""
+    """Of all trajectories that the archive has, but for those of earlier steps."""
     settled_s: dict[int, float]
     """When each step was settled, seconds since 1970, as far as the archive has trajectories of it."""
 
@@ -82,8 +82,12 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, len(self.records) // _WARM_UP)
 
 
-def read_past_run(folder: Path) -> PastRun:
+def read_past_run(folder: Path, first_step: int = 0) -> PastRun:
     """Read the record of a run, which may be running.
+
+    Args:
+        folder: The run's folder.
+        first_step: The record of earlier steps is left out.
 
     Raises:
         ConfigError: It is no run's folder, or its record does not suffice; the message says what is missing.
@@ -91,7 +95,8 @@ def read_past_run(folder: Path) -> PastRun:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} has no config.yaml: name the folder of a run that `async-rl train` made")
     config = load_config(folder / "config.yaml")
-    records = step_record_log(folder / "metrics.jsonl").read()
+    every = step_record_log(folder / "metrics.jsonl").read()
+    records = [record for record in every if record.step >= first_step]
     steady = len(records) - max(1, len(records) // _WARM_UP)
     if steady < _MIN_STEPS:
         raise ConfigError(
@@ -102,6 +107,7 @@ def read_past_run(folder: Path) -> PastRun:
     try:
         rows = reader.find_rows("attempt = 1", order="number")
         _check_rows(folder, rows)
+        rows = [row for row in rows if row.step is None or row.step >= first_step]
         found = [(row.step, each) for row in rows if (each := _read_trajectory(reader, row)) is not None]
         settled = dict(reader.find_settled_steps())
     finally:

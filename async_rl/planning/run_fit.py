@@ -20,7 +20,7 @@ symmetry an engine adds 1/R of it to every other engine, and all engines that mu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -130,7 +130,7 @@ def fit_run(
     """
     workload, sharing = _first_fit(past)
     first_token_s = sum(call.first_token_s for call in past.calls) / sum(c.num_calls for c in past.calls)
-    decode_s = _decode_s(past.calls) / sum(call.sampled for call in past.calls)
+    decode_s = decode_seconds(past.calls) / sum(call.sampled for call in past.calls)
     run = simulate_past(past, past.config, workload, sharing, how, on_step=on_step)
     for _ in range(CORRECTIONS):
         workload = _corrected(workload, run, first_token_s=first_token_s, decode_s=decode_s)
@@ -144,13 +144,28 @@ def fit_run(
     )
 
 
-def slow_engines(calls: Sequence[TurnCalls]) -> list[str]:
-    """Return a sentence for each engine that is much slower than the others, at decoding or at first tokens.
+class SlowEngine(NamedTuple):
+    """An engine that is much slower than the others at one part of its work."""
+
+    engine_id: str
+    part: Literal["decodes a token", "sends a first token"]
+    times: float
+    """How many times as long as the others it takes."""
+    share: float
+    """Its share of the calls."""
+
+    def __str__(self) -> str:
+        """Say so."""
+        return f"{self.engine_id} {self.part} {self.times:.1f} times as slowly as the others"
+
+
+def slow_engines(calls: Sequence[TurnCalls]) -> list[SlowEngine]:
+    """Return the engines that are much slower than the others, at decoding or at first tokens.
 
     An engine is compared with the median of the others, over at least `_MIN_CALLS` calls of each.
     """
-    parts: dict[str, Callable[[list[TurnCalls]], float]] = {
-        "decodes a token": lambda some: _decode_s(some) / sum(call.sampled for call in some),
+    parts: dict[Literal["decodes a token", "sends a first token"], Callable[[list[TurnCalls]], float]] = {
+        "decodes a token": lambda some: decode_seconds(some) / sum(call.sampled for call in some),
         "sends a first token": lambda some: (
             sum(c.first_token_s for c in some) / sum(c.num_calls for c in some)
         ),
@@ -163,7 +178,7 @@ def slow_engines(calls: Sequence[TurnCalls]) -> list[str]:
             others = [each for other, each in seconds.items() if other != name]
             usual = float(np.median(others)) if others else 0.0
             if usual > 0 and own > _SLOW * usual:
-                found.append(f"{name} {part} {own / usual:.1f} times as slowly as the others.")
+                found.append(SlowEngine(name, part, own / usual, len(by_engine[name]) / len(calls)))
     return found
 
 
@@ -370,5 +385,6 @@ def _prefill_rate(calls: Sequence[TurnCalls]) -> float:
     return 1 / slope
 
 
-def _decode_s(calls: Sequence[TurnCalls]) -> float:
+def decode_seconds(calls: Sequence[TurnCalls]) -> float:
+    """Return the seconds of calls after their first tokens."""
     return sum(call.end_s - call.begin_s - call.first_token_s for call in calls)

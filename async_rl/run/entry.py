@@ -20,6 +20,7 @@ from async_rl.run.cluster import Cluster
 from async_rl.run.doctor import recording_waits
 from async_rl.run.inputs import RunInputs
 from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.plan_watch import PlanWatch
 from async_rl.runtime.ids import new_id
 from async_rl.runtime.supervision import cut_by, observer, services
 from async_rl.runtime.threads import call_until_cancelled
@@ -54,7 +55,16 @@ async def run(
     metrics = Metrics()
     async with tracking(config, run_dir, metrics) as trackers:
         orchestrator = Orchestrator(
-            config, run_dir, stop, cluster, metrics, clock, inputs, progress=progress, trackers=trackers
+            config,
+            run_dir,
+            stop,
+            cluster,
+            metrics,
+            clock,
+            inputs,
+            progress=progress,
+            trackers=trackers,
+            plan=PlanWatch(config, run_dir, clock),
         )
         status, run_log, host = orchestrator.live_status, orchestrator.run_log, config.metrics.host
         page = Feed(config, status.now, lambda: run_log.records, lambda: run_log.evaluations)

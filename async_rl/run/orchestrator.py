@@ -37,6 +37,7 @@ from async_rl.run.doctor import Doctor
 from async_rl.run.incarnation import Incarnation, RunParts, build_incarnation, restore
 from async_rl.run.inputs import RunInputs
 from async_rl.run.live_status import LiveStatus
+from async_rl.run.plan_watch import PlanWatch
 from async_rl.run.run_engines import RunEngines
 from async_rl.run.run_log import RunLogger
 from async_rl.run.trainer_restarts import TrainerHandle, TrainerRestarts
@@ -62,6 +63,7 @@ class Orchestrator:
         *,
         progress: RunProgress | None = None,
         trackers: Trackers | None = None,
+        plan: PlanWatch | None = None,
     ) -> None:
         """Build the components that last for the whole run.
 
@@ -75,6 +77,7 @@ class Orchestrator:
             inputs: Model and data.
             progress: Shows phases and steps on the terminal; None shows nothing.
             trackers: Get every step and evaluation; None for none.
+            plan: Compares the run with what is expected of it; None for no comparison.
         """
         metrics.max_staleness_versions.set(config.rollout.max_staleness)
         engines = self._engines = RunEngines(
@@ -92,7 +95,10 @@ class Orchestrator:
             queue=lambda: self.queue,
             slots=lambda: None if self._manager is None else self._manager.slots,
         )
-        self.run_log = RunLogger(config, run_dir, pool, metrics, clock, progress=progress, trackers=trackers)
+        self._plan_service = {} if plan is None else {"plan": observer(plan.run)}
+        self.run_log = RunLogger(
+            config, run_dir, pool, metrics, clock, progress=progress, trackers=trackers, plan=plan
+        )
         self.live_status = LiveStatus(
             self.run_log,
             self.doctor,
@@ -191,6 +197,7 @@ class Orchestrator:
                 stopper=incarnation.stop_when_asked,
                 doctor=self._watching_doctor,
                 live_status=observer(self.live_status.update_gauges),
+                **self._plan_service,
                 **incarnation.recovered.services,
             ):
                 try:

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from async_rl.config import Config
-from async_rl.engines.pool import EnginePool
+from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
@@ -39,6 +39,7 @@ from async_rl.observability.records import (
 )
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.rollout.groups import count_groups_without_signal
+from async_rl.run.plan_watch import AFTER_STEPS, PlanWatch
 from async_rl.runtime.shortages import DISK_ERRORS, is_shortage, writing
 from async_rl.runtime.threads import run_to_end, run_uncancellable
 from async_rl.store.trajectory_queue import TrajectoryQueue
@@ -78,6 +79,7 @@ class RunLogger:
         *,
         progress: RunProgress | None = None,
         trackers: Trackers | None = None,
+        plan: PlanWatch | None = None,
     ) -> None:
         """Read the records of earlier incarnations.
 
@@ -89,8 +91,10 @@ class RunLogger:
             clock: Monotonic seconds.
             progress: Shows phases and steps on the terminal; None shows nothing.
             trackers: Get every step and evaluation; None for none.
+            plan: Compares the run with what is expected of it; None for no comparison.
         """
         self._config = config
+        self._plan = plan
         self._step_records = step_record_log(run_dir / "metrics.jsonl")
         self._pool = pool
         self._metrics = metrics
@@ -170,6 +174,8 @@ class RunLogger:
             self._pool.restart_idle_clock()
         self._last_record = now, value_of(sampled)
         self._last_prefills = self._prefills_again()
+        if self._plan is not None:
+            self._plan.begin_steps()
 
     def hold_step(self, done: TrainedStep, queue: TrajectoryQueue) -> None:
         """Hold the record of a step that the ledger has settled, for `log_step` or a checkpoint."""
@@ -189,7 +195,13 @@ class RunLogger:
 
     async def log_step(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> None:
         """Show a step after the update of the engines' weights, and write its record."""
-        self._unrecorded[done.result.step] = record = self._record(done, report, queue)
+        record = self._record(done, report, queue)
+        if self._plan is not None:
+            ratio, causes = self._plan.observe_step(
+                [*self.records[-AFTER_STEPS:], record], self._num_engines()
+            )
+            record = replace(record, throughput_vs_plan_ratio=ratio, below_plan=causes)
+        self._unrecorded[done.result.step] = record
         self._last_record = self._clock(), value_of(self._metrics.sampled_tokens_total)
         self._last_prefills = self._prefills_again()
         self.records.append(record)
@@ -280,6 +292,10 @@ class RunLogger:
             engine_idle_share=self._pool.idle_share,
             groups_without_signal=count_groups_without_signal(done.batch, self._config.trainer.loss),
         )
+
+    def _num_engines(self) -> int:
+        """Return how many engines serve; those that an evaluation has borrowed come back."""
+        return len(self._pool.engines(EngineState.SERVING, EngineState.UPDATING, EngineState.EVALUATING))
 
     def _prefills_again(self) -> tuple[float, float, float]:
         """Return the tokens that updates made engines prefill again so far, and the waits for prefills of

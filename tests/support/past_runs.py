@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from async_rl.config import Config, SimulatedEngines
 from async_rl.config.reference import resolved_yaml
@@ -21,6 +22,7 @@ from async_rl.planning.planned_job import PlannedCluster, SharedMachine, Sharing
 from async_rl.rollout.session.api import Session
 from async_rl.run.inputs import RunInputs
 from async_rl.run.orchestrator import Orchestrator
+from async_rl.run.plan_watch import PlanWatch
 from async_rl.store.archive import Archive
 from async_rl.types import Completion, Int32Array, Task
 from tests.support.run_config import config_with
@@ -104,13 +106,23 @@ class _Tasks(Sequence[Task]):
         return Task(task_id=str(index), messages=[])
 
 
-async def record_run(config: Config, folder: Path, monkeypatch: pytest.MonkeyPatch, **slow: float) -> None:
+async def record_run(
+    config: Config,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    slow_from_s: float = 0.0,
+    plan: PlanWatch | None = None,
+    **slow: float,
+) -> None:
     """Run a job in virtual time; its folder is then that of a run.
 
     Args:
         config: From `past_config`.
         folder: The folder to create.
         monkeypatch: Gives the archive the clock of the loop.
+        slow_from_s: When engines become slow.
+        plan: Compares the run with what is expected of it.
         slow: How much longer than the others an engine takes to decode, by its id.
     """
     for name in ("checkpoints", "logs"):
@@ -122,18 +134,22 @@ async def record_run(config: Config, folder: Path, monkeypatch: pytest.MonkeyPat
     engines = [
         SimulatedEngine(
             f"engine-{i}",
-            config_with(
-                f"engine.decode_step_s={config.engine.decode_step_s * slow.get(f'engine_{i}', 1.0)}",
-                engine={"kind": "simulated", "prefill_tokens_per_s": config.engine.prefill_tokens_per_s,
-                        "max_running_requests": config.engine.max_running_requests},
-            ).engine,
+            config.engine,
             seed=i,
             policy=lambda tokens, draw: draw.randrange(5, 60),
             update_s=UPDATE_S,
             chunk_tokens=2,
         )
         for i in range(config.engine.num_engines)
-    ]  # fmt: skip
+    ]
+
+    def slow_down() -> None:
+        for engine in engines:
+            times = slow.get(engine.engine_id.replace("-", "_"), 1.0)
+            assert isinstance(config.engine, SimulatedEngines)
+            engine._config = replace(config.engine, decode_step_s=config.engine.decode_step_s * times)
+
+    asyncio.get_running_loop().call_later(slow_from_s, slow_down)
     trainer = TimedTrainer(
         lambda tokens, sampled: TRAIN_S_PER_TOKEN * tokens,
         publish_s=PUBLISH_S,
@@ -144,4 +160,4 @@ async def record_run(config: Config, folder: Path, monkeypatch: pytest.MonkeyPat
     cluster: Any = PlannedCluster(engines, trainer)  # type: ignore[arg-type]
     facts = TINY_FACTS
     inputs = RunInputs(_Tasks(), _Chat(), facts, lambda: f"{next(ids):032x}")  # type: ignore[arg-type]
-    await Orchestrator(config, folder, asyncio.Event(), cluster, Metrics(), clock, inputs).run()
+    await Orchestrator(config, folder, asyncio.Event(), cluster, Metrics(), clock, inputs, plan=plan).run()

@@ -176,6 +176,16 @@ def test_the_throughput_says_what_interruptions_cost_when_updates_flush_caches()
         assert kept == "tokens sampled a second"
 
 
+def test_the_throughput_says_why_it_is_below_plan_when_it_is() -> None:
+    def note(**figures: Any) -> str:
+        return {tile.name: tile.note for tile in tiles(run(**figures), 4)}["throughput"]
+
+    causes = ("engine-3 decodes a token 2.0 times as slowly as the others", "tools take 8 s, 4 s before")
+    assert note(throughput_vs_plan_ratio=0.82, below_plan=causes) == f"18% below plan: {'; '.join(causes)}"
+    assert note(throughput_vs_plan_ratio=0.82) == "18% below plan"
+    assert note(throughput_vs_plan_ratio=0.9) == "tokens sampled a second"
+
+
 def test_every_judged_figure_is_healthy_when_no_rule_speaks() -> None:
     assert words(run()) == {
         "reward": "healthy",
@@ -223,6 +233,7 @@ def lasting(minutes: float, **figures: float) -> list[StepRecord]:
 
 OLD = {"staleness_mean": 4.0, "staleness_max": 4}
 IDLE = {"wait_s": 997.0}
+SLOW = {"throughput_vs_plan_ratio": 0.75}
 
 
 @pytest.mark.parametrize(
@@ -232,6 +243,9 @@ IDLE = {"wait_s": 997.0}
         ("staleness", OLD, 26, "look"),
         ("trainer-idle", IDLE, 10, "healthy"),
         ("trainer-idle", IDLE, 30, "look"),
+        ("throughput", SLOW, 14, "healthy"),
+        ("throughput", SLOW, 18, "look"),
+        ("throughput", {"throughput_vs_plan_ratio": 0.81}, 60, "healthy"),
         # The mean of an hour has doubled after 20 minutes.
         ("mismatch", {"lag0_log_prob_abs_diff": 4e-3}, 45, "healthy"),
         ("mismatch", {"lag0_log_prob_abs_diff": 4e-3}, 55, "look"),
@@ -243,7 +257,8 @@ def test_a_condition_must_hold_for_as_long_as_the_alert_waits(
 ) -> None:
     records = lasting(minutes, **figures)
     assert words(records)[tile] == word
-    assert words([*records, replace(run(60)[0], time_s=records[-1].time_s + 7200)])[tile] == "healthy"
+    healthy = replace(run(60)[0], time_s=records[-1].time_s + 7200, throughput_vs_plan_ratio=1.0)
+    assert words([*records, healthy])[tile] == "healthy"
 
 
 def test_a_bound_of_none_or_of_zero_is_not_near() -> None:
@@ -296,6 +311,7 @@ def test_supervised_steps_are_judged_by_what_is_not_finite_or_skipped(
         # 0: only where there is a bound
         ("StalenessNearBound", [verdicts.STALENESS_SHARE, 0], verdicts.STALENESS_FOR_S),
         ("TrainerIdle", [verdicts.TRAINER_IDLE_SHARE], verdicts.TRAINER_IDLE_FOR_S),
+        ("ThroughputBelowPlan", [verdicts.PLAN_RATIO], verdicts.PLAN_FOR_S),
         ("UpdateSkipped", [0], 0),
     ],
 )
@@ -305,6 +321,6 @@ def test_thresholds_and_durations_are_those_of_the_alert(
     rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
     (rule,) = (rule for rule in rules if rule.get("alert") == alert)
     assert rule["labels"]["severity"] == "warning", "which the page shows as `look`"
-    compared = re.findall(r"> (?:on \(run\) )?([0-9.e-]+)", rule["expr"])
+    compared = re.findall(r"[<>] (?:on \(run\) )?([0-9.e-]+)", rule["expr"])
     assert [float(number) for number in compared] == [float(number) for number in thresholds]
     assert 60 * int(rule.get("for", "0m").removesuffix("m")) == for_s

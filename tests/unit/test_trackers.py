@@ -70,7 +70,7 @@ def lost(metrics: Metrics, tracker: str, cause: str) -> float | None:
 
 
 def test_every_figure_of_a_record_has_exactly_one_name() -> None:
-    lists = ["extremes", "staleness_counts"]
+    lists = ["below_plan", "extremes", "staleness_counts"]
     assert sorted([*FIELDS.values(), *OWN, *OWN_BY_KEY, *lists]) == sorted(StepRecord.__struct_fields__)
     assert not set(FIELDS) & set(DERIVED)
 

@@ -16,6 +16,7 @@ from async_rl.observability.page.verdicts import (
     judge_sft_gradient,
     judge_sft_loss,
     judge_staleness,
+    judge_throughput,
     judge_trainer_idle,
 )
 from async_rl.observability.records import (
@@ -85,7 +86,13 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             f"versions; max {last.staleness_max}{bound}",
             judge_staleness(records, max_staleness),
         ),
-        _tile("throughput", "throughput", compact(last.tokens_per_s), _throughput_note(records)),
+        _tile(
+            "throughput",
+            "throughput",
+            compact(last.tokens_per_s),
+            _throughput_note(records),
+            judge_throughput(records),
+        ),
         _tile(
             "trainer-idle",
             "trainer idle",

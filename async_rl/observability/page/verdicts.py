@@ -19,6 +19,7 @@ import numpy as np
 from async_rl.observability.panels import PPO_KL_NATS
 from async_rl.observability.records import (
     MANY_WITHOUT_SIGNAL,
+    NEARLY_PLAN,
     StepRecord,
     count_without_signal,
     is_finite,
@@ -55,6 +56,10 @@ STALENESS_FOR_S: Final = 900.0
 TRAINER_IDLE_SHARE: Final = 0.95
 TRAINER_IDLE_FOR_S: Final = 900.0
 """`TrainerIdle`: the trainer waits more than this share of its time for this long."""
+
+PLAN_RATIO: Final = 0.8
+PLAN_FOR_S: Final = 900.0
+"""`ThroughputBelowPlan`: the throughput is below this share of what is expected for this long."""
 
 _TEN_MINUTES_S: Final = 600.0
 _HOUR_S: Final = 3600.0
@@ -122,6 +127,29 @@ def judge_trainer_idle(records: Sequence[StepRecord]) -> Verdict:
     if _has_held(times_s, waited > TRAINER_IDLE_SHARE * (waited + worked), TRAINER_IDLE_FOR_S):
         return Verdict("look", "rollouts are slower than the trainer")
     return HEALTHY
+
+
+def judge_throughput(records: Sequence[StepRecord]) -> Verdict | None:
+    """Judge the throughput by what is expected of the run; None if nothing is expected yet.
+
+    The reason says how far below it is, and why, also before the alert fires.
+    """
+    ratio = records[-1].throughput_vs_plan_ratio
+    if not is_finite(ratio):
+        return None
+    recent, times_s = _of_windows(records, 1.0, PLAN_FOR_S)
+    ratios = np.array([record.throughput_vs_plan_ratio for record in recent], float)
+    word: Word = "look" if _has_held(times_s, ratios < PLAN_RATIO, PLAN_FOR_S) else "healthy"
+    return Verdict(word, below_plan(records[-1]))
+
+
+def below_plan(record: StepRecord) -> str:
+    """Return `18% below plan: ` and why; empty if a step is as fast as expected, or nothing is expected."""
+    ratio = record.throughput_vs_plan_ratio
+    if not is_finite(ratio) or ratio >= NEARLY_PLAN:
+        return ""
+    causes = "; ".join(record.below_plan)
+    return f"{1 - ratio:.0%} below plan" + (f": {causes}" if causes else "")
 
 
 def judge_sft_loss(records: Sequence[SftRecord]) -> Verdict:
