@@ -29,6 +29,7 @@ from async_rl.planning.run_comparison import causes_of, expected_rate, parts_of,
 from async_rl.planning.run_fit import slow_engines
 from async_rl.run.plan_watch import RECORD
 from async_rl.runtime.files import replace_file
+from async_rl.runtime.printable import print_text
 from async_rl.runtime.processes import die_with_parent
 
 _CPU_S: Final = 300
@@ -72,9 +73,9 @@ def main(arguments: Sequence[str]) -> int:
     try:
         found = answer(question, Path(folder), int(first_step), float(number))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print_text(str(error), file=sys.stderr)
         return 2
-    print(msgspec.json.encode(found).decode())
+    print_text(msgspec.json.encode(found).decode())
     return 0
 
 
