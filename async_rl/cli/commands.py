@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple, get_type_hints
+from typing import NamedTuple, get_args, get_type_hints
 
 from async_rl.runtime.printable import print_text
 
@@ -200,7 +200,7 @@ def _add_plan_options(parser: argparse.ArgumentParser) -> None:
         types = get_type_hints(fields)
         for name, text in field_descriptions(fields).items():
             if name not in ("shares_prompts", "scale"):  # which benchmarks set
-                number = int if types[name] is int else float
+                number = float if float in (types[name], *get_args(types[name])) else int
                 parser.add_argument(f"--{name.replace('_', '-')}", type=number, help=text)
 
 

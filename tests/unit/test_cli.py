@@ -235,6 +235,15 @@ def test_a_plan_simulates_the_change_that_makes_interruptions_cheaper(
     assert f"\n  {change}\n" in capsys.readouterr().out
 
 
+def test_a_plan_says_how_many_calls_a_cache_of_a_given_size_holds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["plan", str(write_run(tmp_path)), *QUICK, "--sigma", "0", "--json"]
+    assert main([*command, "--cache-tokens", "64"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["cached_calls"] == pytest.approx(64 / (8 + plan["workload"]["mean_tokens"] / 2))
+
+
 def test_queue_is_named_when_the_plan_needs_a_larger_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
