@@ -29,7 +29,7 @@ from async_rl.runtime.threads import start_in_thread
 from async_rl.runtime.user_processes import marked
 from async_rl.types import Task
 
-_HIDDEN_PREFIXES: Final = ("ASYNC_RL_", "RAY_", "OPENAI_")
+_HIDDEN_PREFIXES: Final = ("ASYNC_RL_", "RAY_", "OPENAI_", "ANTHROPIC_")
 """Prefixes of environment variables that agents do not receive: keys of engines, of Ray and of other APIs."""
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _PIPE_BYTES: Final = 1 << 16
@@ -222,6 +222,9 @@ def _environment(ours: Mapping[str, str], access: EndpointAccess) -> dict[str, s
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
         "OPENAI_MODEL": access.model,
+        "ANTHROPIC_BASE_URL": access.root_url,
+        "ANTHROPIC_API_KEY": access.api_key,
+        "ANTHROPIC_MODEL": access.model,
     }
 
 

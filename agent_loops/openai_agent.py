@@ -1,4 +1,4 @@
-"""Runs any agent that uses OpenAI's API, as an agent loop: docs/guide/agents.md.
+"""Runs any agent that uses OpenAI's or Anthropic's API, as an agent loop: docs/guide/agents.md.
 
 ```
  run ──► Endpoint.open_trajectory(session) ──► agent(task, api)      async function, or a sync one in a thread
@@ -56,6 +56,8 @@ class AgentAPI:
         self._certificate = certificate
         self.base_url = access.base_url
         """Ends in `/v1`."""
+        self.root_url = access.root_url
+        """The base URL of Anthropic's clients, which add `/v1` themselves."""
         self.api_key = access.api_key
         self.session_url = access.session_url
         """`base_url` with the key in it, for agents without a setting for the key."""
@@ -133,8 +135,9 @@ class OpenAIAgentLoop(AgentLoop):
         agent: Dotted path of a function `agent(task, api)` with an `AgentAPI`: async, or sync and run in a
             thread. Its result is ignored.
         command: A program instead, with its arguments. It receives OPENAI_BASE_URL, OPENAI_API_KEY and
-            OPENAI_MODEL in its environment and the task as JSON on its standard input (`id`, `messages`,
-            `metadata`; not the answer). It and its child processes are killed when the trajectory ends.
+            OPENAI_MODEL in its environment, and the same of ANTHROPIC; on its standard input the task as JSON
+            (`id`, `messages`, `metadata`; not the answer). It and its child processes are killed when the
+            trajectory ends.
         nonzero_exit: What follows from a program's exit code above 0: `fail` fails the attempt, `zero` scores
             what the policy wrote with 0. A program that asked nothing, or that a signal killed, always fails.
         parser: Format of tool calls: a name in `agent_loops.parsing.PARSERS`, or `module:Class`; by default

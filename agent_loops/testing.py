@@ -75,6 +75,13 @@ class ScriptedSession:
         self.messages = list(messages)
         self.tools = list(tools)
 
+    async def count_tokens(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, after: bool
+    ) -> int:
+        """Implements `Session.count_tokens` with a token for each character of the messages."""
+        before = self.messages if after else []
+        return sum(len(message["content"]) for message in [*before, *messages])
+
     async def generate(
         self,
         *,

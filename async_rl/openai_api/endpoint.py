@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP server: one for all trajectories of a process, on loopback by default.
+"""The HTTP server for agents: one for all trajectories of a process, on loopback by default.
 
 An agent on another host needs an address that it reaches, so the server can bind to others, with TLS.
 
@@ -18,8 +18,9 @@ import reprlib
 import secrets
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
 from functools import cache, partial
 from typing import Any, Final
 
@@ -28,18 +29,13 @@ from aiohttp import web
 
 from async_rl.errors import EnvironmentNotReady
 from async_rl.openai_api.answers import ToolCallReader
-from async_rl.openai_api.chat_completions import (
-    ApiError,
-    ChatRequest,
-    ChunkEncoder,
-    ReplyHead,
-    completion_body,
-    error_event,
-    models_body,
-    read_request,
-)
+from async_rl.openai_api.anthropic_messages import AnthropicMessages
+from async_rl.openai_api.chat_completions import ChatCompletions
 from async_rl.openai_api.history import Exchange, message_digests
+from async_rl.openai_api.reading import with_instructions
 from async_rl.openai_api.request_handler import RequestHandler, trajectory_over
+from async_rl.openai_api.requests import AnswerStream, ApiError, ChatRequest, Dialect, ReplyHead
+from async_rl.openai_api.responses import Responses
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.addresses import reachable_address
 from async_rl.runtime.http_listener import (
@@ -70,16 +66,25 @@ _KEEP_ALIVE_S: Final = 10.0
 """The interval of a stream's keep-alive comments, while an engine waits for weights or prefills."""
 
 
+_COUNT_TOKENS: Final = "/v1/messages/count_tokens"
+DIALECTS: Final[Sequence[Dialect]] = (ChatCompletions(), Responses(), AnthropicMessages())
+
+
 class EndpointAccess(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent needs to send requests for one trajectory."""
 
-    base_url: str
-    """Ends in `/v1`; expects the key as OpenAI's API key."""
+    root_url: str
+    """The base URL of Anthropic's clients, which add `/v1` themselves."""
     api_key: str
     session_url: str
     """The same URL with the key in it, for agents without a setting for the key; they may send any."""
     model: str
     handler: RequestHandler
+
+    @property
+    def base_url(self) -> str:
+        """The base URL of OpenAI's clients: ends in `/v1`, expects the key as API key."""
+        return f"{self.root_url}/v1"
 
 
 class _Keys:
@@ -182,7 +187,7 @@ class Endpoint:
                     nursery.start_task("openai requests", handler.serve_requests())
                     try:
                         yield EndpointAccess(
-                            base_url=f"{url}/v1",
+                            root_url=url,
                             session_url=f"{url}/s/{key}/v1",
                             api_key=key,
                             model=self._model,
@@ -221,7 +226,9 @@ class Endpoint:
     async def _start_server(self) -> tuple[AsyncExitStack, str]:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors_as_json])
         for prefix in ("", "/s/{key}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._post_completion)
+            for dialect in DIALECTS:
+                app.router.add_post(prefix + dialect.path, partial(self._post_request, dialect))
+            app.router.add_post(prefix + _COUNT_TOKENS, self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._list_models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._show_model)
         server = AsyncExitStack()
@@ -275,38 +282,41 @@ class Endpoint:
 
     # -- requests --------------------------------------------------------------------------------------
 
-    async def _post_completion(self, request: web.Request) -> web.StreamResponse:
+    async def _post_request(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         key, handler = self._handler_of(request)
         tries = request.headers.get("x-stainless-retry-count", "")
         try:
-            chat, digests = await self._read_request(request, key, handler)
+            chat, digests = await self._read_request(dialect, request, key, handler)
             exchange = handler.submit_request(chat, digests, retry_count=_count(tries))
         except ApiError:
             handler.count_refused()
             raise
-        head = ReplyHead(id=f"chatcmpl-{secrets.token_hex(12)}", created=int(time.time()), model=chat.model)
+        head = ReplyHead(id=exchange.id, created=int(time.time()), model=chat.model)
         exchange.listeners += 1
         try:
             if chat.stream:
-                chunks = ChunkEncoder(head, include_usage=chat.include_usage)
-                response = await _stream_answer(request, handler, exchange, chunks, logprobs=chat.logprobs)
+                response = await _stream_answer(request, handler, exchange, dialect.stream(head, chat))
             else:
                 while not exchange.ended:
                     await exchange.changed.wait()
                 if exchange.error is not None:
                     raise exchange.error
                 assert exchange.answer is not None
-                body = completion_body(exchange.answer, head, logprobs=chat.logprobs)
                 # Sent to its end, so that it is known to be delivered.
-                response = json_response(msgspec.json.encode(body))
+                response = json_response(msgspec.json.encode(dialect.answer(exchange.answer, head, chat)))
                 await send_response(request, response)
         finally:
             exchange.listeners -= 1
         exchange.delivered = True
         return response
 
+    async def _count_tokens(self, request: web.Request) -> web.StreamResponse:
+        key, handler = self._handler_of(request)
+        chat, _ = await self._read_request(AnthropicMessages(), request, key, handler)
+        return web.json_response({"input_tokens": await handler.count_tokens(chat)})
+
     async def _read_request(
-        self, request: web.Request, key: str, handler: RequestHandler
+        self, dialect: Dialect, request: web.Request, key: str, handler: RequestHandler
     ) -> tuple[ChatRequest, list[bytes]]:
         """Receive and check a request; a large one in a thread, so that the event loop continues."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
@@ -318,20 +328,25 @@ class Endpoint:
         try:
             async with asyncio.timeout(TRANSFER_S), self._bodies.hold(key, num_bytes):
                 body = await request.read()
+                read = partial(_read_body, dialect, body, self._model)
                 if len(body) <= _SMALL_BODY_BYTES:
-                    return _read_body(body, self._model)
-                read = partial(_read_body, body, self._model)
-                return await asyncio.get_running_loop().run_in_executor(_parsing_thread(), read)
+                    chat = read()
+                else:
+                    chat = await asyncio.get_running_loop().run_in_executor(_parsing_thread(), read)
         except TimeoutError as error:
             raise ApiError(408, f"the request did not come within {TRANSFER_S:g} s", retry=True) from error
         except web.HTTPRequestEntityTooLarge as error:  # it did not state its length
             raise handler.too_large(num_bytes, self._max_body_bytes) from error
         except web.RequestPayloadError as error:
             raise ApiError(400, f"the body is incomplete: {error}") from error
+        if chat[0].previous is None:
+            return chat
+        whole = handler.with_history(chat[0])
+        return whole, message_digests(whole.messages)
 
     @web.middleware
     async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return all errors in OpenAI's format."""
+        """Return all errors in the format of the request's dialect."""
         try:
             return await handler(request)
         except ApiError as error:
@@ -339,22 +354,24 @@ class Endpoint:
         except web.HTTPException as error:
             failure = ApiError(
                 error.status,
-                f"{request.method} {_without_key(request.path)} is not supported; there are "
-                "POST /v1/chat/completions and GET /v1/models",
+                f"{request.method} {_without_key(request.path)} is not supported; there are GET /v1/models, "
+                f"POST {', '.join(each.path for each in DIALECTS)} and {_COUNT_TOKENS}",
             )
         if (asked := self._keys.handlers.get(_key_of(request))) is not None:
             asked.last_error = failure
-        response = json_response(msgspec.json.encode(failure.body), failure.status, failure.headers)
+        response = json_response(
+            msgspec.json.encode(_dialect_of(request).error(failure)), failure.status, failure.headers
+        )
         await send_response(request, response)
         return response
 
     async def _list_models(self, request: web.Request) -> web.StreamResponse:
         self._handler_of(request)
-        return web.json_response(models_body(self._model, self._started_s))
+        return web.json_response(_models(self._model, self._started_s))
 
     async def _show_model(self, request: web.Request) -> web.StreamResponse:
         self._handler_of(request)
-        return web.json_response(models_body(request.match_info["model"], self._started_s)["data"][0])
+        return web.json_response(_models(request.match_info["model"], self._started_s)["data"][0])
 
     def _report_ignored(self, parameters: dict[str, Any]) -> None:
         """Log each ignored parameter once."""
@@ -372,7 +389,23 @@ def _key_of(request: web.Request) -> str:
     """Return the key in the path or the headers of a request, also of one that no route matches."""
     if request.path.startswith("/s/"):
         return request.path.split("/")[2]
-    return re.sub("^bearer ", "", request.headers.get("Authorization", ""), flags=re.IGNORECASE).strip()
+    headers = request.headers
+    given = headers.get("Authorization", "") or headers.get("x-api-key", "")
+    return re.sub("^bearer ", "", given, flags=re.IGNORECASE).strip()
+
+
+def _dialect_of(request: web.Request) -> Dialect:
+    """Return the dialect in which an error is written, also for a path that is not served."""
+    return next((each for each in DIALECTS if each.path in request.path), DIALECTS[0])
+
+
+def _models(model: str, created: int) -> dict[str, Any]:
+    """Return the body of `/v1/models`, with the fields that OpenAI's and Anthropic's clients read."""
+    created_at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    own = {"id": model, "object": "model", "created": created, "owned_by": "async-rl"}
+    theirs = {"type": "model", "display_name": model, "created_at": created_at}
+    ends = {"has_more": False, "first_id": model, "last_id": model}
+    return {"object": "list", "data": [own | theirs], **ends}
 
 
 def _without_key(path: str) -> str:
@@ -380,8 +413,14 @@ def _without_key(path: str) -> str:
     return re.sub("^/s/[^/]*", "/s/<key>", path)
 
 
-def _read_body(body: bytes, model: str) -> tuple[ChatRequest, list[bytes]]:
-    chat = read_request(body, model)
+def _read_body(dialect: Dialect, body: bytes, model: str) -> tuple[ChatRequest, list[bytes]]:
+    """Return a request with the digests of its messages; none if it names an earlier answer."""
+    chat = dialect.read(body, model)
+    if chat.previous is not None:
+        return chat, []
+    if chat.instructions:
+        messages = with_instructions(chat.instructions, chat.messages)
+        chat = msgspec.structs.replace(chat, messages=messages)
     return chat, message_digests(chat.messages)
 
 
@@ -397,13 +436,13 @@ def _count(digits: str) -> int | None:
 
 
 async def _stream_answer(
-    request: web.Request, handler: RequestHandler, exchange: Exchange, chunks: ChunkEncoder, *, logprobs: bool
+    request: web.Request, handler: RequestHandler, exchange: Exchange, events: AnswerStream
 ) -> web.StreamResponse:
     """Send an answer as it grows."""
     response = web.StreamResponse(
         headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
     )
-    turn, num_read = handler.new_growing_turn(exchange), 0
+    turn, num_read, begun = handler.new_growing_turn(exchange), 0, events.begin()
     sent_reasoning: list[str] = []
     sent_content: list[str] = []
 
@@ -411,7 +450,7 @@ async def _stream_answer(
         async with in_time(request):
             if not response.prepared:
                 await response.prepare(request)
-                await response.write(chunks.encode_delta({"role": "assistant", "content": ""}))
+                await response.write(begun)
             await response.write(data)
 
     while not exchange.ended:
@@ -420,20 +459,20 @@ async def _stream_answer(
         reasoning, content = turn.add_text(text)
         if reasoning:
             sent_reasoning.append(reasoning)
-            await send(chunks.encode_delta({"reasoning_content": reasoning}))
+            await send(events.add_reasoning(reasoning))
         if content:
             sent_content.append(content)
-            await send(chunks.encode_delta({"content": content}))
+            await send(events.add_content(content))
         try:
             async with asyncio.timeout(_KEEP_ALIVE_S):
                 await changed.wait()
         except TimeoutError:
-            await send(b": the policy is generating\n\n")
+            await send(events.keep_alive)
     if exchange.error is not None:
         if not response.prepared:
             raise exchange.error
         handler.last_error = exchange.error
-        await send(error_event(exchange.error))
+        await send(events.fail(exchange.error))
         await response.write_eof()
         return response
     answer = exchange.answer
@@ -442,15 +481,13 @@ async def _stream_answer(
     told_reasoning, told_content = "".join(sent_reasoning), "".join(sent_content)
     if not (reasoning.startswith(told_reasoning) and content.startswith(told_content)):
         # Part of an invalid engine answer was sent before the answer was discarded and sampled again.
-        await send(error_event(ApiError(500, "an engine withdrew what it had streamed", retry=True)))
+        await send(events.fail(ApiError(500, "an engine withdrew what it had streamed", retry=True)))
         await response.write_eof()
         return response
     if new := reasoning[len(told_reasoning) :]:
-        await send(chunks.encode_delta({"reasoning_content": new}))
+        await send(events.add_reasoning(new))
     if new := content[len(told_content) :]:
-        await send(chunks.encode_delta({"content": new}))
-    if answer.calls:
-        await send(chunks.encode_calls(answer.calls))
-    await send(chunks.encode_end(answer, logprobs=logprobs))
+        await send(events.add_content(new))
+    await send(events.end(answer))
     await response.write_eof()
     return response

@@ -22,12 +22,14 @@ import asyncio
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from async_rl.openai_api.chat_completions import ApiError, ChatAnswer, ChatRequest
+from async_rl.openai_api.reading import without_instructions
+from async_rl.openai_api.requests import ApiError, ChatAnswer, ChatRequest
 from async_rl.rollout.session.api import Session
 
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
@@ -43,8 +45,13 @@ class Exchange:
     """One request of a conversation, and its answer."""
 
     def __init__(self, request: ChatRequest, digests: Sequence[bytes], number: int) -> None:
-        self.request = msgspec.structs.replace(request, messages=[], unsupported={})
+        self.request = msgspec.structs.replace(
+            request, messages=[], unsupported={}, instructions="", reply={}
+        )
         """The request without its messages, and without its tools and stop strings once it has ended."""
+        self.id = secrets.token_hex(12)
+        """Names its answer; a repeated request receives the same."""
+        self.num_instruction_chars = len(request.instructions)
         self.number = number
         """The number of this exchange in its trajectory, from 1."""
         self.num_messages = len(digests)
@@ -113,6 +120,17 @@ class RequestConversation:
             self.exchanges.remove(failed[0])
         self.exchanges.append(exchange)
         return request.messages[self.num_known :]
+
+    def messages_until(self, exchange: Exchange) -> list[dict[str, Any]]:
+        """Return the messages up to an answer of this conversation, without the instructions of its request.
+
+        The policy's own messages are as they were returned.
+        """
+        messages = [*self.session.messages[: exchange.num_messages]]
+        for each in self.exchanges:
+            if each.answer is not None and each.num_messages <= exchange.num_messages:
+                messages[each.num_messages : each.num_messages + 1] = [each.answer.message]
+        return without_instructions(exchange.num_instruction_chars, messages)
 
     def end_exchange(self, exchange: Exchange, answer: ChatAnswer) -> None:
         """Add the answer of an exchange. A failed exchange leaves the known messages unchanged."""

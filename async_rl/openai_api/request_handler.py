@@ -19,15 +19,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, Final
 
+import msgspec
+
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.openai_api.answers import GrowingTurn, ToolCallReader, TurnFormat, split_turn
-from async_rl.openai_api.chat_completions import ApiError, ChatAnswer, ChatRequest, FunctionCall, TokenLogProb
 from async_rl.openai_api.history import (
     Exchange,
     RequestConversation,
     find_continued,
     find_repeated,
+    message_digests,
 )
+from async_rl.openai_api.reading import with_instructions
+from async_rl.openai_api.requests import ApiError, ChatAnswer, ChatRequest, FunctionCall, TokenLogProb
+from async_rl.openai_api.responses import response_id
 from async_rl.rollout.session.api import Session, Turn
 from async_rl.rollout.session.tokenising import can_fit
 from async_rl.runtime.printable import without_surrogates
@@ -125,6 +130,41 @@ class RequestHandler:
         new = conversation.begin_exchange(exchange, request)
         self._waiting.put_nowait((conversation, exchange, new))
         return exchange
+
+    def with_history(self, request: ChatRequest) -> ChatRequest:
+        """Return a request that names an earlier answer with the messages of that conversation.
+
+        Raises:
+            ApiError: 400: there is no such answer. Clients then send the whole history.
+        """
+        for conversation in self._conversations:
+            for exchange in conversation.exchanges:
+                if exchange.answer is not None and response_id(exchange.id) == request.previous:
+                    messages = [*conversation.messages_until(exchange), *request.messages]
+                    whole = with_instructions(request.instructions, messages)
+                    return msgspec.structs.replace(request, messages=whole, previous=None)
+        raise ApiError(
+            400,
+            f"Previous response with id {request.previous!r} not found: it belongs to another trajectory, or "
+            "to an attempt that was lost; send the whole history",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """Return the number of tokens that the policy would read for a request.
+
+        Raises:
+            ApiError: 400: the chat template cannot render its messages.
+        """
+        conversation = find_continued(self._conversations, request, message_digests(request.messages))
+        try:
+            if conversation is None or not conversation.num_known:
+                return await self._session.count_tokens(request.messages, request.tools, after=False)
+            new = request.messages[conversation.num_known :]
+            return await conversation.session.count_tokens(new, after=True)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="messages") from error
 
     def too_large(self, num_bytes: int, max_bytes: int) -> ApiError:
         """Return the error for a request that is too large to be read.
@@ -252,6 +292,7 @@ class RequestHandler:
             content=parts.content or (None if calls or parts.reasoning else ""),
             reasoning=parts.reasoning,
             calls=calls,
+            stopped_by=next((stop for stop in exchange.request.stop if stop in turn.text), None),
             finish_reason="tool_calls" if calls and turn.finish_reason == "stop" else turn.finish_reason,
             prompt_tokens=prompt_tokens,
             completion_tokens=len(turn.token_ids),

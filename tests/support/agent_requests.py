@@ -1,4 +1,4 @@
-"""Bodies of chat completion requests as agent frameworks send them in the middle of a conversation."""
+"""Bodies of requests as agent frameworks send them in the middle of a conversation."""
 
 from __future__ import annotations
 
@@ -69,6 +69,67 @@ REQUESTS: Final[dict[str, dict[str, Any]]] = {
         "user": "someone",
         "extra_body": {"metadata": {"tags": ["a"]}},
     },
+    "openai responses": {
+        "model": "policy",
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "developer", "content": "Be kind."},
+            {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text"}]},
+            {
+                "id": "msg_1",
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+            },
+            {"type": "function_call", "call_id": "call_1_0", "name": "weather", "arguments": _ARGUMENTS},
+            {"type": "function_call_output", "call_id": "call_1_0", "output": "rain"},
+        ],
+        "tools": [{"type": "function", "name": "weather", "parameters": _PARAMETERS, "strict": True}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "max_output_tokens": 64,
+        "store": False,
+        "stream": True,
+        "prompt_cache_key": "x",
+    },
+    "anthropic": {
+        "model": "policy",
+        "max_tokens": 64,
+        "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "call_1_0", "name": "weather", "input": {"city": "Oslo"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "call_1_0",
+                        "content": [{"type": "text", "text": "rain"}],
+                        "is_error": False,
+                    },
+                    {"type": "text", "text": "And tomorrow?"},
+                ],
+            },
+        ],
+        "tools": [{"name": "weather", "description": "Tell the weather.", "input_schema": _PARAMETERS}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "stop_sequences": ["Observation:"],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "metadata": {"user_id": "someone"},
+        "stream": True,
+    },
     "smolagents": {
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "Write code."}]},
@@ -84,3 +145,9 @@ REQUESTS: Final[dict[str, dict[str, Any]]] = {
     },
 }
 """By the framework that sends them."""
+
+
+def path_of(name: str) -> str:
+    """Where a framework sends its requests."""
+    paths = {"openai responses": "/v1/responses", "anthropic": "/v1/messages"}
+    return paths.get(name, "/v1/chat/completions")

@@ -245,11 +245,11 @@ def asking(path: str, then: str, **arguments: Any) -> OpenAIAgentLoop:
 
 async def test_the_exit_code_and_the_endpoints_last_error_are_shown_when_a_program_fails():
     with pytest.raises(AgentLoopError) as caught:
-        await play(asking("responses", "eval('f(')"))
+        await play(asking("embeddings", "eval('f(')"))
     assert str(caught.value) == (
         f"agent {Path(sys.executable).name!r} ended with 1: SyntaxError: '(' was never closed; the "
-        "endpoint's last error: 404, POST /v1/responses is not supported; there are POST /v1/chat/completions"
-        " and GET /v1/models"
+        "endpoint's last error: 404, POST /v1/embeddings is not supported; there are GET /v1/models, "
+        "POST /v1/chat/completions, /v1/responses, /v1/messages and /v1/messages/count_tokens"
     )
 
 
@@ -336,10 +336,10 @@ async def test_a_time_limit_shows_what_the_program_and_the_endpoint_said(tmp_pat
     then = f"print('OSError: again', file=sys.stderr, flush=True)\n{wait}\n{wait}"
     bench, _ = talking(lines())
     async with Nursery() as nursery:
-        running = nursery.start_task("trajectory", asking("responses", then).run(make_task(), bench.session))
+        running = nursery.start_task("trajectory", asking("embeddings", then).run(make_task(), bench.session))
         (await asyncio.to_thread(open, tmp_path / "told", "rb")).close()
         running.cancel()
-    shown = r"was still running: OSError: again; the endpoint's last error: 404, POST /v1/responses"
+    shown = r"was still running: OSError: again; the endpoint's last error: 404, POST /v1/embeddings"
     assert re.search(shown, bench.session.status)
 
 
@@ -352,7 +352,7 @@ async def test_a_nonzero_exit_is_a_failed_agent_when_the_loop_is_to_score_it():
 
 
 @pytest.mark.parametrize(
-    ("path", "then"), [("responses", "sys.exit(1)"), ("chat/completions", "os.kill(os.getpid(), 9)")]
+    ("path", "then"), [("embeddings", "sys.exit(1)"), ("chat/completions", "os.kill(os.getpid(), 9)")]
 )
 async def test_the_attempt_fails_when_a_program_asked_nothing_or_was_killed(path: str, then: str):
     with pytest.raises(AgentLoopError):

@@ -18,7 +18,7 @@ import pytest
 from agent_loops.openai_agent import AgentAPI
 from agent_loops.testing import ScriptedSession
 from async_rl.errors import PromptTooLong
-from async_rl.openai_api.chat_completions import read_request
+from async_rl.openai_api.chat_completions import ChatCompletions
 from async_rl.openai_api.endpoint import Endpoint
 from async_rl.openai_api.history import Exchange, message_digests
 from async_rl.openai_api.request_handler import RequestHandler
@@ -174,9 +174,9 @@ async def test_the_policy_answers_under_any_models_name_and_ignores_the_format()
 async def test_an_unknown_path_is_not_found():
     async with asked(lines("never said")) as a:
         with pytest.raises(
-            openai.NotFoundError, match="/responses is not supported; there are POST /v1/chat"
+            openai.NotFoundError, match="/embeddings is not supported; there are GET /v1/models"
         ):
-            await a.client.responses.create(model="policy", input="x")
+            await a.client.embeddings.create(model="policy", input="x")
 
 
 async def test_models_are_listed_and_a_key_in_the_path_is_enough():
@@ -535,7 +535,9 @@ async def traced_conversation(session: ScriptedSession) -> AsyncIterator[Ask]:
     handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
 
     async def ask(messages: list[dict[str, Any]]) -> Exchange:
-        chat = read_request(json.dumps({"model": "policy", "messages": messages}).encode(), "policy")
+        chat = ChatCompletions().read(
+            json.dumps({"model": "policy", "messages": messages}).encode(), "policy"
+        )
         exchange = handler.submit_request(chat, message_digests(chat.messages), retry_count=None)
         while not exchange.ended:
             await exchange.changed.wait()
@@ -583,7 +585,7 @@ async def test_error_is_told_again_when_a_failed_request_is_repeated() -> None:
     handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
     body = {"model": "policy", "messages": [{"role": "user", "content": "x" * (1 << 17)}]}
     chat, other = (
-        read_request(json.dumps(each).encode(), "policy") for each in (body, body | {"top_p": 0.5})
+        ChatCompletions().read(json.dumps(each).encode(), "policy") for each in (body, body | {"top_p": 0.5})
     )
     first, again, with_another_parameter = (
         handler.submit_request(each, message_digests(each.messages), retry_count=None)

@@ -105,6 +105,18 @@ class Session(Protocol):
         """Branches left of `rollout.max_branches`."""
         ...
 
+    async def count_tokens(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, after: bool
+    ) -> int:
+        """Return how many tokens the policy would read in all, without reading them.
+
+        Args:
+            messages: Messages as for `start`, or `add_messages`.
+            tools: JSON schemas of tools as for `start`.
+            after: Whether the messages follow what was said and read so far, or begin a conversation.
+        """
+        ...
+
     def start(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> None:
         """Render the prompt with the chat template.
 

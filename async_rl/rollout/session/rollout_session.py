@@ -201,6 +201,18 @@ class RolloutSession:
         encode = partial(self._context.chat.prompt_ids, tools=deepcopy(tools))
         self._add_unread(UnreadMessages(encode, [deepcopy([*messages])], num_bytes), messages)
 
+    async def count_tokens(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), *, after: bool
+    ) -> int:
+        """Implements `api.Session.count_tokens`."""
+        chat, before = self._context.chat, 0
+        encode = partial(chat.prompt_ids, tools=tools)
+        if after:
+            ended = int(self._tokens.token_ids[-1]) in chat.end_of_turn_ids
+            encode, before = partial(chat.append_ids, after_length=not ended), len(self._tokens)
+        new = UnreadMessages(encode, [[*messages]], size_of(messages))
+        return before + len(await new.encode_in_thread())
+
     async def generate(
         self,
         *,
