@@ -143,6 +143,8 @@ class OpenAIAgentLoop(AgentLoop):
         parser: Format of tool calls: a name in `agent_loops.parsing.PARSERS`, or `module:Class`; by default
             the format that the model's chat template teaches.
         opens_thought: Whether the chat template itself opens `<think>` for each turn.
+        constraints: What follows from requests that force what the policy writes (`response_format`,
+            `tool_choice: required`) where that cannot be exact: `refuse`, or `ignore` what they force.
         serving: How the API is served: model, host, port, public_host, tls_certificate, tls_key and
             max_body_bytes.
 
@@ -161,6 +163,7 @@ class OpenAIAgentLoop(AgentLoop):
         nonzero_exit: Literal["fail", "zero"] = "fail",
         parser: str | None = None,
         opens_thought: bool = False,
+        constraints: Literal["refuse", "ignore"] = "refuse",
         **serving: Any,
     ) -> None:
         if (agent is None) == (command is None):
@@ -184,6 +187,11 @@ class OpenAIAgentLoop(AgentLoop):
         self._reader = None if parser is None else load_parser(parser)
         self._parser_name = parser
         self._opens_thought = opens_thought
+        if constraints not in ("refuse", "ignore"):
+            raise ConfigError(
+                f"rollout.agent_loop_args: constraints is {constraints!r}; expected refuse or ignore"
+            )
+        self._ignores_constraints = constraints == "ignore"
         if nonzero_exit != "fail" and (nonzero_exit != "zero" or command is None):
             raise ConfigError(
                 f"rollout.agent_loop_args: nonzero_exit is {nonzero_exit!r}; "
@@ -245,7 +253,10 @@ class OpenAIAgentLoop(AgentLoop):
             with suppress(ConfigError):  # an agent without tools needs none
                 self._reader = load_parser(recognise(session.chat_template))
         opened = self.endpoint.open_trajectory(
-            session, reader=self._reader, opens_thought=self._opens_thought
+            session,
+            reader=self._reader,
+            opens_thought=self._opens_thought,
+            ignores_constraints=self._ignores_constraints,
         )
         async with opened as access:
             program = None if self._function is not None else AgentProgram(self._command, access)

@@ -88,6 +88,7 @@ class ScriptedSession:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
+        constraint: str | None = None,
     ) -> Turn:
         """See `Session.generate`.
 
@@ -111,6 +112,11 @@ class ScriptedSession:
             finish_reason="length" if reason == "length" else "stop",
         )
         return self.last_turn
+
+    @property
+    def constraint_obstacle(self) -> str | None:
+        """Implements `Session.constraint_obstacle`."""
+        return "scripted turns follow no grammar"
 
     @property
     def sampling(self) -> dict[str, float]:

@@ -33,6 +33,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    constraint: str | None = None
+    """A grammar, xgrammar's structural tag in JSON, that all tokens of the call follow. It begins with the
+    first one: a call that continues a turn cannot have it."""
 
     @property
     def settings(self) -> SamplingSettings:

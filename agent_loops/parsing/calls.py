@@ -89,6 +89,13 @@ class ToolParser(ABC):
         calls = [(call.name, call.arguments) for call in parsed.calls if isinstance(call, ToolCall)]
         return (parsed.content, calls) if len(calls) == len(parsed.calls) else (text, [])
 
+    def around_arguments(self, name: str) -> tuple[str, str] | None:
+        """Return what a call of a tool has before and after its arguments, so that calls can be forced.
+
+        None, the default, if the arguments are not JSON.
+        """
+        return None
+
     def content_end(self, text: str) -> int:
         """Return the position where the calls begin; the length of the text if it has none."""
         start = after_thought(text)

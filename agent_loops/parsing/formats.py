@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final
@@ -29,6 +30,10 @@ class HermesParser(TaggedParser):
         value = scan.read_json()
         scan.require("</tool_call>", "its JSON")
         return as_call(value)
+
+    def around_arguments(self, name: str) -> tuple[str, str]:
+        """Implements `ToolParser.around_arguments`."""
+        return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": ', "}\n</tool_call>"
 
 
 class Qwen3CoderParser(TaggedParser):
@@ -151,6 +156,10 @@ class Llama3Parser(ToolParser):
             rest = MalformedCall(error="the tool call cannot be read: text follows it")
             return [*calls, rest] if tagged else [rest]  # without the tag, calls are the whole answer
         return calls
+
+    def around_arguments(self, name: str) -> tuple[str, str]:
+        """Implements `ToolParser.around_arguments`."""
+        return f'{{"name": {json.dumps(name)}, "parameters": ', "}"
 
     def content_end(self, text: str) -> int:
         """Implements `ToolParser.content_end`."""

@@ -36,6 +36,10 @@ class ToolCallReader(Protocol):
         """
         ...
 
+    def around_arguments(self, name: str) -> tuple[str, str] | None:
+        """Return what a call of a tool has before and after its arguments, if these are JSON; else None."""
+        ...
+
 
 class TurnFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How to split one turn."""

@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw
 
+from async_rl.openai_api.constraints import ANY_TOOL, Forced
 from async_rl.openai_api.reading import (
     ABSENT,
     MAX_MESSAGES,
@@ -29,6 +30,7 @@ from async_rl.openai_api.reading import (
     digest,
     read_call,
     read_function,
+    read_schema,
     read_stop,
     read_text,
     sampling_parameters,
@@ -64,6 +66,7 @@ class _AnthropicMessage(msgspec.Struct, frozen=True):
 
 class _ToolChoice(msgspec.Struct, frozen=True):
     type: str
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
@@ -73,6 +76,7 @@ class _Thinking(msgspec.Struct, frozen=True):
 
 class _OutputFormat(msgspec.Struct, frozen=True):
     type: str
+    schema: Raw = ABSENT
 
 
 class _OutputConfig(msgspec.Struct, frozen=True):
@@ -143,8 +147,9 @@ class AnthropicMessages:
             stop=stop,
             stream=bool(raw.stream),
             logprobs=False,
+            forced=(forced := _forced(raw, free)),
             unsupported=unsupported,
-            parameters_digest=digest((max_new_tokens, stop, may_call, unsupported)),
+            parameters_digest=digest((max_new_tokens, stop, may_call, forced, unsupported)),
             instructions=_read_system(raw.system),
         )
 
@@ -272,21 +277,27 @@ def _unsupported(raw: _MessagesBody, hosted: Sequence[str], free: FreeJson, mode
     found = sampling_parameters(raw, _MessagesSampling.__struct_fields__, free, {})
     if raw.thinking is not None:
         found["thinking"] = raw.thinking.type
-    if raw.tool_choice is not None:
-        if raw.tool_choice.type not in ("auto", "none"):
-            found["tool_choice"] = raw.tool_choice.type
-        if raw.tool_choice.disable_parallel_tool_use:
-            found["parallel_tool_calls"] = False
-    output = raw.output_config or _OutputConfig()
-    if output.effort is not None:
-        found["reasoning_effort"] = output.effort
-    if (output_format := output.format or raw.output_format) is not None:
-        found["response_format"] = output_format.type
+    choice = raw.tool_choice
+    if choice is not None and choice.disable_parallel_tool_use and choice.type not in ("any", "tool"):
+        found["parallel_tool_calls"] = False
+    if raw.output_config is not None and raw.output_config.effort is not None:
+        found["reasoning_effort"] = raw.output_config.effort
     if hosted:
         found["hosted_tools"] = ", ".join(hosted)
     if raw.model not in (None, model):
         found["model"] = raw.model
     return found
+
+
+def _forced(raw: _MessagesBody, free: FreeJson) -> Forced | None:
+    schema, output = None, raw.output_config or _OutputConfig()
+    if (wanted := output.format or raw.output_format) is not None:
+        schema = read_schema(wanted.type, wanted.schema, "output_config.format", free)
+    choice = raw.tool_choice or _ToolChoice("auto")
+    tool = {"any": ANY_TOOL, "tool": choice.name}.get(choice.type)
+    if schema is None and tool is None:
+        return None
+    return Forced(schema=schema, tool=tool, one_call=bool(choice.disable_parallel_tool_use))
 
 
 def _read_system(raw: str | Sequence[Part] | None) -> str:

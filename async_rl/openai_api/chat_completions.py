@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw
 
+from async_rl.openai_api.constraints import ANY_TOOL, Forced
 from async_rl.openai_api.reading import (
     ABSENT,
     MAX_MESSAGES,
@@ -24,6 +25,7 @@ from async_rl.openai_api.reading import (
     digest,
     read_call,
     read_function,
+    read_schema,
     read_stop,
     read_text,
     sampling_parameters,
@@ -84,12 +86,19 @@ class _StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class _NamedSchema(msgspec.Struct, frozen=True):
+    schema: Raw = ABSENT
+
+
 class _ResponseFormat(msgspec.Struct, frozen=True):
     type: str
+    json_schema: _NamedSchema | None = None
 
 
 class _NamedTool(msgspec.Struct, frozen=True):
     """A `tool_choice` that is an object."""
+
+    function: _CalledFunction | None = None
 
 
 class _ChatSampling(msgspec.Struct, frozen=True):
@@ -165,8 +174,9 @@ class ChatCompletions:
             stop=stop,
             stream=bool(raw.stream),
             logprobs=bool(raw.logprobs),
+            forced=(forced := _forced(raw, free)),
             unsupported=unsupported,
-            parameters_digest=digest((max_new_tokens, stop, may_call, unsupported)),
+            parameters_digest=digest((max_new_tokens, stop, may_call, forced, unsupported)),
             reply={"include_usage": options is not None and bool(options.include_usage)},
         )
 
@@ -277,16 +287,26 @@ def _refuse_unsupported(raw: _ChatBody) -> None:
 def _unsupported(raw: _ChatBody, free: FreeJson, model: str) -> dict[str, Any]:
     """Return the parameters that have no effect here, without those that would have none anywhere."""
     found = sampling_parameters(raw, _ChatSampling.__struct_fields__, free, _NEUTRAL)
-    if raw.tool_choice not in (None, "auto", "none"):
-        found["tool_choice"] = raw.tool_choice if isinstance(raw.tool_choice, str) else "a named tool"
-    if raw.parallel_tool_calls is False:
+    if raw.parallel_tool_calls is False and raw.tool_choice in (None, "auto", "none"):
         found["parallel_tool_calls"] = False
-    if raw.response_format is not None and raw.response_format.type != "text":
-        # Constrained decoding would falsify the log-probs.
-        found["response_format"] = raw.response_format.type
     if raw.model not in (None, model):
         found["model"] = raw.model
     return found
+
+
+def _forced(raw: _ChatBody, free: FreeJson) -> Forced | None:
+    schema = None
+    if (wanted := raw.response_format) is not None and wanted.type != "text":
+        given = ABSENT if wanted.json_schema is None else wanted.json_schema.schema
+        schema = read_schema(wanted.type, given, "response_format", free)
+    tool = None
+    if isinstance(raw.tool_choice, _NamedTool):
+        tool = ANY_TOOL if raw.tool_choice.function is None else raw.tool_choice.function.name
+    elif raw.tool_choice == "required":
+        tool = ANY_TOOL
+    if schema is None and tool is None:
+        return None
+    return Forced(schema=schema, tool=tool, one_call=raw.parallel_tool_calls is False)
 
 
 def _read_messages(raw: Sequence[_ChatMessage], free: FreeJson) -> list[dict[str, Any]]:

@@ -164,7 +164,12 @@ class Endpoint:
 
     @asynccontextmanager
     async def open_trajectory(
-        self, session: Session, *, reader: ToolCallReader | None, opens_thought: bool = False
+        self,
+        session: Session,
+        *,
+        reader: ToolCallReader | None,
+        opens_thought: bool = False,
+        ignores_constraints: bool = False,
     ) -> AsyncIterator[EndpointAccess]:
         """Serve one trajectory inside the block.
 
@@ -172,13 +177,19 @@ class Endpoint:
             session: The session of the trajectory.
             reader: Reads the policy's tool calls; None if their format is not known.
             opens_thought: Whether the prompt of each turn ends inside a thought.
+            ignores_constraints: Whether a request that forces what the policy writes is answered without
+                that, where it cannot be exact; else it is refused.
 
         Raises:
             EnvironmentNotReady: The address cannot be bound.
             AsyncRLError: A turn of the policy failed, which cancels the block.
         """
         handler = RequestHandler(
-            session, reader=reader, opens_thought=opens_thought, on_ignored=self._report_ignored
+            session,
+            reader=reader,
+            opens_thought=opens_thought,
+            ignores_constraints=ignores_constraints,
+            on_ignored=self._report_ignored,
         )
         async with self.serving() as url:
             key = self._keys.add_handler(handler)

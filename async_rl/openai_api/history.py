@@ -44,11 +44,15 @@ _NOTHING = b""
 class Exchange:
     """One request of a conversation, and its answer."""
 
-    def __init__(self, request: ChatRequest, digests: Sequence[bytes], number: int) -> None:
+    def __init__(
+        self, request: ChatRequest, digests: Sequence[bytes], number: int, constraint: str | None = None
+    ) -> None:
         self.request = msgspec.structs.replace(
-            request, messages=[], unsupported={}, instructions="", reply={}
+            request, messages=[], unsupported={}, instructions="", reply={}, forced=None
         )
         """The request without its messages, and without its tools and stop strings once it has ended."""
+        self.constraint = constraint
+        """The grammar of its turn, until it has ended."""
         self.id = secrets.token_hex(12)
         """Names its answer; a repeated request receives the same."""
         self.num_instruction_chars = len(request.instructions)
@@ -78,7 +82,7 @@ class Exchange:
     def end(self) -> None:
         """Release what is needed only while the answer is being made."""
         self.request = msgspec.structs.replace(self.request, tools=[], stop=())
-        self.pieces = []
+        self.pieces, self.constraint = [], None
 
     def is_repeated_by(self, request: ChatRequest, digests: Sequence[bytes]) -> bool:
         """Return whether a request is the same as this one."""

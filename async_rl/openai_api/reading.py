@@ -168,6 +168,30 @@ def read_function(function: Any, place: str) -> dict[str, Any]:
     return {"type": "function", "function": kept}
 
 
+def read_schema(kind: str, schema: Raw, place: str, free: FreeJson) -> dict[str, Any]:
+    """Return the JSON schema of a format that a request asks for.
+
+    Args:
+        kind: `json_schema`, or `json_object` for any object.
+        schema: The schema.
+        place: Where the format is, for errors.
+        free: Decodes it.
+
+    Raises:
+        ApiError: 400: it is another format, or has no schema.
+    """
+    if kind == "json_object":
+        return {"type": "object"}
+    value = free.decode_valid(schema, place) if kind == "json_schema" else None
+    if not isinstance(value, dict):
+        raise ApiError(
+            400,
+            f"{place}: type is {kind!r}, expected json_schema with a schema, or json_object",
+            param=place,
+        )
+    return value
+
+
 def read_stop(raw: str | Sequence[str] | None, name: str = "stop") -> tuple[str, ...]:
     """Return stop strings."""
     stops = [raw] if isinstance(raw, str) else raw or ()

@@ -23,6 +23,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.openai_api.answers import GrowingTurn, ToolCallReader, TurnFormat, split_turn
+from async_rl.openai_api.constraints import forced_text
 from async_rl.openai_api.history import (
     Exchange,
     RequestConversation,
@@ -52,6 +53,8 @@ class RequestHandler:
         session: The trajectory.
         reader: Reads the policy's tool calls; None if their format is not known.
         opens_thought: Whether the prompt of each turn ends inside a thought.
+        ignores_constraints: Whether a request that forces what the policy writes is answered without that,
+            where it cannot be exact; else it is refused.
         on_ignored: Called with the ignored parameters of each request.
     """
 
@@ -61,11 +64,13 @@ class RequestHandler:
         *,
         reader: ToolCallReader | None,
         opens_thought: bool,
+        ignores_constraints: bool,
         on_ignored: Callable[[dict[str, Any]], None],
     ) -> None:
         self._session = session
         self._reader = reader
         self._opens_thought = opens_thought
+        self._ignores_constraints = ignores_constraints
         self._on_ignored = on_ignored
         self._conversations = [RequestConversation(session)]
         self._waiting: asyncio.Queue[_QueuedRequest | None] = asyncio.Queue()  # `submit_request` bounds it
@@ -111,8 +116,10 @@ class RequestHandler:
                 "parser in rollout.agent_loop_args",
                 param="tools",
             )
+        constraint, forced = self._constraint_of(request)
         sampling = self._session.sampling
         ignored = {name: value for name, value in request.unsupported.items() if sampling.get(name) != value}
+        ignored |= forced
         self._on_ignored(ignored)
         repeated = find_repeated(self._conversations, request, digests, retry_count=retry_count)
         if repeated is not None:
@@ -126,10 +133,35 @@ class RequestHandler:
             conversation, result = self._open_conversation(digests), "another"
         self._session.record_request(result, [*ignored])
         self._num_exchanges += 1
-        exchange = Exchange(request, digests, self._num_exchanges)
+        exchange = Exchange(request, digests, self._num_exchanges, constraint)
         new = conversation.begin_exchange(exchange, request)
         self._waiting.put_nowait((conversation, exchange, new))
         return exchange
+
+    def _constraint_of(self, request: ChatRequest) -> tuple[str | None, dict[str, Any]]:
+        """Return the grammar of a request's turn, and what is ignored of what it forces.
+
+        Raises:
+            ApiError: 400: it forces what cannot be exact in this run.
+        """
+        if (forced := request.forced) is None:
+            return None, {}
+        what = "response_format" if forced.tool is None else "tool_choice"
+        if (obstacle := self._session.constraint_obstacle) is None:
+            try:
+                tools = request.tools if request.may_call else []
+                written = forced_text(forced, tools, self._reader, opens_thought=self._opens_thought)
+                return written, {}
+            except ValueError as error:
+                obstacle = str(error)
+        if self._ignores_constraints:
+            return None, {what: forced.tool or "forced"}
+        raise ApiError(
+            400,
+            f"{what} forces what the policy writes, which cannot be trained on exactly here: {obstacle}; or "
+            "set constraints: ignore in rollout.agent_loop_args, to answer without it",
+            param=what,
+        )
 
     def with_history(self, request: ChatRequest) -> ChatRequest:
         """Return a request that names an earlier answer with the messages of that conversation.
@@ -251,6 +283,7 @@ class RequestHandler:
             turn = await session.generate(
                 max_new_tokens=request.max_new_tokens,
                 stop=request.stop,
+                constraint=exchange.constraint,
                 on_text=on_text if request.stream else None,
             )
         except (PromptTooLong, OutOfTurns) as error:

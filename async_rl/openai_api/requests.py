@@ -11,6 +11,8 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from async_rl.openai_api.constraints import Forced
+
 _MAX_ERROR_CHARS: Final = 1000
 """Errors quote what was received, which may be long."""
 
@@ -60,8 +62,10 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...]
     stream: bool
     logprobs: bool
+    forced: Forced | None
+    """What the policy must write; None leaves it free."""
     unsupported: dict[str, Any]
-    """Parameters without effect: sampling parameters, forced tool calls, a format, another model."""
+    """Parameters without effect: sampling parameters, another model."""
     parameters_digest: bytes
     """Tells whether two requests have the same limits and parameters, those without effect included."""
     instructions: str = ""

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw
 
+from async_rl.openai_api.constraints import ANY_TOOL, Forced
 from async_rl.openai_api.reading import (
     ABSENT,
     MAX_MESSAGES,
@@ -31,6 +32,7 @@ from async_rl.openai_api.reading import (
     digest,
     read_call,
     read_function,
+    read_schema,
     read_text,
     sampling_parameters,
 )
@@ -65,6 +67,7 @@ class _InputItem(msgspec.Struct, frozen=True):
 
 class _TextFormat(msgspec.Struct, frozen=True):
     type: str
+    schema: Raw = ABSENT
 
 
 class _TextOptions(msgspec.Struct, frozen=True):
@@ -137,8 +140,9 @@ class Responses:
             stop=(),
             stream=bool(raw.stream),
             logprobs="message.output_text.logprobs" in (raw.include or ()),
+            forced=(forced := _forced(raw, choice, free)),
             unsupported=unsupported,
-            parameters_digest=digest((max_new_tokens, may_call, unsupported)),
+            parameters_digest=digest((max_new_tokens, may_call, forced, unsupported)),
             instructions=raw.instructions or "",
             previous=raw.previous_response_id,
             reply={
@@ -378,12 +382,8 @@ def _unsupported(
     found = sampling_parameters(raw, _ResponsesSampling.__struct_fields__, free, {})
     if raw.reasoning is not None and raw.reasoning.effort is not None:
         found["reasoning_effort"] = raw.reasoning.effort
-    if choice not in (None, "auto", "none"):
-        found["tool_choice"] = choice if isinstance(choice, str) else "a named tool"
-    if raw.parallel_tool_calls is False:
+    if raw.parallel_tool_calls is False and choice in (None, "auto", "none"):
         found["parallel_tool_calls"] = False
-    if raw.text is not None and raw.text.format is not None and raw.text.format.type != "text":
-        found["response_format"] = raw.text.format.type
     if raw.truncation not in (None, "disabled"):
         found["truncation"] = raw.truncation
     if hosted:
@@ -391,6 +391,20 @@ def _unsupported(
     if raw.model not in (None, model):
         found["model"] = raw.model
     return found
+
+
+def _forced(raw: _ResponsesBody, choice: Any, free: FreeJson) -> Forced | None:
+    schema = None
+    if raw.text is not None and (wanted := raw.text.format) is not None and wanted.type != "text":
+        schema = read_schema(wanted.type, wanted.schema, "text.format", free)
+    tool = None
+    if isinstance(choice, dict):
+        tool = choice.get("name") if choice.get("type") == "function" else ANY_TOOL
+    elif choice == "required":
+        tool = ANY_TOOL
+    if schema is None and tool is None:
+        return None
+    return Forced(schema=schema, tool=tool, one_call=raw.parallel_tool_calls is False)
 
 
 def _read_tools(raw: Sequence[Raw], free: FreeJson) -> tuple[list[dict[str, Any]], list[str]]:

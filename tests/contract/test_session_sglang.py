@@ -6,6 +6,7 @@ Sessions whose version changes, and an engine that stops, are in `test_real_part
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from async_rl.data.chat_format import ChatFormat
 from async_rl.engine_protocol import Engine
 from async_rl.engines.sglang.client import SGLangEngine
 from async_rl.errors import CallLost
+from async_rl.openai_api.constraints import Forced, forced_text
 from async_rl.types import Trajectory
 from tests.support.engine_calls import Call, request
 from tests.support.engine_through_worker import EngineThroughWorker, through_worker
@@ -112,6 +114,36 @@ async def test_each_token_keeps_its_mask_when_updates_interrupt_truncated_sampli
     assert mask.keeps(trajectory.token_ids).all()
     assert trajectory.rollout_log_probs[sampled].max() <= 0
     assert bench.counted("answers_discarded_total", reason="wrong_mask") == 0
+
+
+async def test_a_turn_follows_its_grammar_over_a_weight_update_and_masks_say_which_tokens_it_allowed(
+    engine: SGLangEngine, sglang_world: SGLangWorld
+) -> None:
+    """`retract` and `in_place` go on in the same call, whose grammar has read all tokens."""
+    forced = Forced(schema={"type": "array", "items": {"enum": ["yes", "no"]}, "minItems": 8, "maxItems": 8})
+    constraint = forced_text(forced, [], None, opens_thought=False)
+    for interrupt in ("retract", "in_place"):
+        watched = WatchedEngine(cast(Engine, engine))
+        bench = bench_of(watched, sglang_world, top_k=64, interrupt=interrupt)
+        bench.start()
+        async with asyncio.TaskGroup() as group:
+            turn = group.create_task(bench.session.generate(constraint=constraint))
+            await watched.has_tokens(8)
+            await bench.bump(1)
+        trajectory = await bench.finish()
+        sampled = trajectory.token_ids[trajectory.response_mask]
+        mask = trajectory.sampling_mask
+        assert turn.result().finish_reason == "stop"
+        assert mask is not None
+        assert mask.keeps(trajectory.token_ids).all()
+        written = bytes(token for token in sampled.tolist() if token < 256).decode()
+        assert set(json.loads(written)) <= {"yes", "no"}
+        assert len(json.loads(written)) == 8
+        counts = mask.counts[trajectory.response_mask]
+        assert counts[0] <= 2, "`[` or a thought"
+        assert counts.max() <= 4, "at most: the next item, or white space"
+        assert set(trajectory.weight_versions[trajectory.response_mask].tolist()) == {0, 1}
+        await bench.bump(0)
 
 
 # -- grants of rollout workers ----------------------------------------------------------------------------

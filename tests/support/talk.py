@@ -103,6 +103,7 @@ def talking(
     max_branches: int = 0,
     interrupt: InterruptMode = "abort",
     entry: JournalEntry | None = None,
+    top_k: int = -1,
     **engine: Any,
 ) -> tuple[Bench, Talker]:
     """A bench whose policy follows a script, with a context for long conversations."""
@@ -118,6 +119,7 @@ def talking(
         max_branches=max_branches,
         interrupt=interrupt,
         entry=entry,
+        top_k=top_k,
     )
     return bench, talker
 

@@ -52,6 +52,7 @@ class _SamplingParams(msgspec.Struct):
     skip_special_tokens: bool = False
     no_stop_trim: bool = True
     custom_params: dict[str, bool] | None = None
+    structural_tag: str | None = None
     stream_interval: int = 1
 
 
@@ -204,6 +205,7 @@ def encode_request(request: GenerateRequest, stream_interval: int = 1, *, adapte
                 stop=sampling.stop or None,
                 stream_interval=request.stream_interval or stream_interval,
                 custom_params=None if request.rows_if_aborted else {OMIT_ABORTED_ROWS: True},
+                structural_tag=sampling.constraint,
             ),
             return_routed_experts=request.return_routing,
             return_sampling_mask=request.return_mask,

@@ -67,6 +67,15 @@ class Session(Protocol):
         """`temperature`, `top_p` and `top_k` with which the policy is sampled, always from the config."""
         ...
 
+    @property
+    def constraint_obstacle(self) -> str | None:
+        """Why turns cannot follow a grammar in this run, with the remedy; None if they can.
+
+        Log-probs of a constrained turn are exact only with sampling masks, and engines follow a grammar only
+        from the first token of a call on, so that no call may be continued by another one.
+        """
+        ...
+
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token for display, including special tokens."""
         ...
@@ -136,6 +145,7 @@ class Session(Protocol):
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
+        constraint: str | None = None,
     ) -> Turn:
         """Let the policy write one turn. If the last turn was cut short and nothing was added, continue it.
 
@@ -145,8 +155,11 @@ class Session(Protocol):
             stop: Additional strings that end the turn, with the token that completes one of them.
             on_text: Receives the turn's text as it grows, across interruptions. An invalid answer of an
                 engine is discarded and sampled anew, so only the text of the returned turn is final.
+            constraint: A grammar that the turn's text follows, xgrammar's structural tag in JSON; see
+                `constraint_obstacle`.
 
         Raises:
+            ConfigError: The turn has a constraint, and `constraint_obstacle` says why it cannot.
             OutOfTurns: The session has had `rollout.max_turns`. The trajectory ends as it is.
             PromptTooLong: `rollout.max_context_tokens` are used up. The trajectory ends as it is.
             ValueError: `max_new_tokens` is less than 1, or `stop` has an empty string.

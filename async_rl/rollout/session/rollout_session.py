@@ -219,6 +219,7 @@ class RolloutSession:
         max_new_tokens: int | None = None,
         stop: Sequence[str] = (),
         on_text: Callable[[str], None] | None = None,
+        constraint: str | None = None,
     ) -> Turn:
         """Implements `api.Session.generate`.
 
@@ -226,11 +227,13 @@ class RolloutSession:
             max_new_tokens: The most tokens of this turn; `rollout.max_new_tokens` by default and at most.
             stop: Strings that end the turn, beside the chat template's end of turn.
             on_text: Receives the turn's text as it grows.
+            constraint: A grammar that the turn's text follows.
 
         Returns:
             The turn; `finish_reason` is `length` if the budget or the context ran out.
 
         Raises:
+            ConfigError: The turn has a constraint, and `constraint_obstacle` says why it cannot.
             OutOfTurns: The session has had `rollout.max_turns`; the trajectory ends as it is.
             PromptTooLong: The context is full; the trajectory ends as it is.
             ValueError: `max_new_tokens` is less than 1, or `stop` has an empty string.
@@ -241,6 +244,8 @@ class RolloutSession:
             raise ValueError(
                 f"session.generate: stop is {list(stop)!r:.200}, expected strings, none of them empty"
             )
+        if constraint is not None and (obstacle := self.constraint_obstacle) is not None:
+            raise ConfigError(f"session.generate: constraint: {obstacle}")
         tokens, rollout, chat = self._tokens, self._context.config.rollout, self._context.chat
         if not tokens.segments and self._dialogue.unread is None:
             raise RuntimeError("session.generate was called before session.start")
@@ -274,7 +279,7 @@ class RolloutSession:
         listener = GrowingText(chat.decode, on_text) if on_text is not None else None
         began_s = self._context.clock()
         with self._in_turn():
-            reason = await self.transcript.write_turn(budget, stop, listener)
+            reason = await self.transcript.write_turn(budget, stop, listener, constraint)
         record = TurnRecord(
             start=begin,
             end=len(tokens),
@@ -367,6 +372,16 @@ class RolloutSession:
         """Temperature, top_p, top_k and min_p by which the policy is sampled."""
         rollout = self._context.config.rollout
         return {name: getattr(rollout, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+
+    @property
+    def constraint_obstacle(self) -> str | None:
+        """Implements `api.Session.constraint_obstacle`."""
+        rollout, interrupt = self._context.config.rollout, self._context.config.weights.interrupt
+        if interrupt == "abort":
+            return "with weights.interrupt: abort, calls are resumed: set it to retract or in_place"
+        if not rollout.replay_sampling or rollout.top_k < 1:
+            return "their log-probs need sampling masks: set rollout.top_k (1 to 4096)"
+        return None
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Implements `api.Session.pieces`; bytes of an incomplete character are replaced.

@@ -247,7 +247,11 @@ class Transcript:
         self._context.calls.forget_trajectory(self.trajectory_id, self._group_id)
 
     async def write_turn(
-        self, budget: int, stop: Sequence[str], listener: GrowingText | None = None
+        self,
+        budget: int,
+        stop: Sequence[str],
+        listener: GrowingText | None = None,
+        constraint: str | None = None,
     ) -> Literal["stop", "length"]:
         """Let the policy write one turn, over one or more engine calls.
 
@@ -255,12 +259,14 @@ class Transcript:
             budget: The most tokens of the turn.
             stop: Strings that end the turn, beside the chat format's stop tokens.
             listener: Receives the tokens as they are sampled.
+            constraint: What the text of the turn follows.
 
         Returns:
             How the turn ended.
 
         Raises:
-            EngineError: Engines kept ending its calls without a token.
+            EngineError: Engines kept ending its calls without a token, or a constrained turn was interrupted:
+                engines follow a grammar from the first token of a call on.
         """
         rollout, tokens = self._context.config.rollout, self.tokens
         sampling = SamplingParams(
@@ -270,6 +276,7 @@ class Transcript:
             min_p=rollout.min_p,
             stop_token_ids=tuple(self._context.chat.stop_token_ids),
             stop=tuple(stop),
+            constraint=constraint,
         )
         begin, unrequested = len(tokens), 0
         reason = self._restore_turn(budget, stop)
@@ -284,6 +291,11 @@ class Transcript:
             if (left := budget - (len(tokens) - begin)) <= 0:
                 reason = "length"
                 break
+            if constraint is not None and len(tokens) > begin:
+                raise EngineError(
+                    f"a constrained turn of trajectory {self.trajectory_id} was interrupted after "
+                    f"{len(tokens) - begin} tokens: engines cannot continue a grammar"
+                )
             seam = None
             if stop and len(tokens) > begin:
                 seam = StopStringAtSeam(self._context.chat.raw_text, stop, tokens.token_ids[begin:])
