@@ -20,7 +20,9 @@ class AgentLoop(ABC):
     the sentences that an optional method `check(chat_template)` returns. A loop that opens files,
     connections or pipes for each trajectory sets `descriptors_per_trajectory`: the limit of open files is
     checked before a start. So is `fixed_port`, a port that only one process of a node can serve at, and
-    with `has_tools` whether the chat template shows the policy its tools.
+    with `has_tools` whether the chat template shows the policy its tools. Where rollout workers run the loop,
+    the driver enters what an optional method `serve_workers()` returns, an async context manager, around the
+    workers; they make their loops with the arguments that it yields.
 
     Example:
         A loop that asks the policy to check its own answer. In `check_twice.py` beside the config, it is

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from urllib.request import getproxies_environment
 
 import msgspec
@@ -153,6 +153,9 @@ class OpenAIAgentLoop(AgentLoop):
             another type or range.
     """
 
+    _needs_agent: ClassVar[bool] = True
+    """Whether `agent` or `command` is expected; a subclass has another kind of agent."""
+
     descriptors_per_trajectory = 7
     """Both ends of two connections, or one and a program's pipes; `async-rl check` adds them up."""
 
@@ -166,7 +169,7 @@ class OpenAIAgentLoop(AgentLoop):
         constraints: Literal["refuse", "ignore"] = "refuse",
         **serving: Any,
     ) -> None:
-        if (agent is None) == (command is None):
+        if self._needs_agent and (agent is None) == (command is None):
             raise ConfigError(
                 "rollout.agent_loop_args: expected either agent (`module:function`) or command (a list)"
             )
@@ -183,7 +186,7 @@ class OpenAIAgentLoop(AgentLoop):
                 raise ConfigError(f"rollout.agent_loop_args: agent {agent!r} is not a function")
         self._command = tuple(command or ())
         self._nonzero_exit = nonzero_exit
-        self._name = agent or program_name(self._command)
+        self._name = agent or (program_name(self._command) if self._command else "elsewhere")
         self._reader = None if parser is None else load_parser(parser)
         self._parser_name = parser
         self._opens_thought = opens_thought
@@ -259,11 +262,11 @@ class OpenAIAgentLoop(AgentLoop):
             ignores_constraints=self._ignores_constraints,
         )
         async with opened as access:
-            program = None if self._function is not None else AgentProgram(self._command, access)
+            program = AgentProgram(self._command, access) if self._command else None
             handler = access.handler
             try:
                 if program is None:
-                    await self._call(task, access)
+                    await self._call(task, access, session)
                 elif code := await program.run(task):
                     is_scored = code > 0 and handler.has_answered and handler.exceeded is None
                     if self._nonzero_exit == "fail" or not is_scored:
@@ -295,7 +298,8 @@ class OpenAIAgentLoop(AgentLoop):
                 return "length" if isinstance(exceeded, PromptTooLong) else "max_turns"
         return "length" if handler.is_cut else None
 
-    async def _call(self, task: Task, access: EndpointAccess) -> None:
+    async def _call(self, task: Task, access: EndpointAccess, session: Session) -> None:
+        """Let the agent do the task; a subclass has another kind of agent."""
         function = self._function
         assert function is not None
         async with aclosing(AgentAPI(access, self._certificate)) as api:

@@ -76,8 +76,6 @@ class EndpointAccess(msgspec.Struct, frozen=True, kw_only=True):
     root_url: str
     """The base URL of Anthropic's clients, which add `/v1` themselves."""
     api_key: str
-    session_url: str
-    """The same URL with the key in it, for agents without a setting for the key; they may send any."""
     model: str
     handler: RequestHandler
 
@@ -85,6 +83,11 @@ class EndpointAccess(msgspec.Struct, frozen=True, kw_only=True):
     def base_url(self) -> str:
         """The base URL of OpenAI's clients: ends in `/v1`, expects the key as API key."""
         return f"{self.root_url}/v1"
+
+    @property
+    def session_url(self) -> str:
+        """The same URL with the key in it, for agents without a setting for the key; they may send any."""
+        return f"{self.root_url}/s/{self.api_key}/v1"
 
 
 class _Keys:
@@ -197,19 +200,26 @@ class Endpoint:
                 async with Nursery() as nursery:
                     nursery.start_task("openai requests", handler.serve_requests())
                     try:
-                        yield EndpointAccess(
-                            root_url=url,
-                            session_url=f"{url}/s/{key}/v1",
-                            api_key=key,
-                            model=self._model,
-                            handler=handler,
-                        )
+                        yield EndpointAccess(root_url=url, api_key=key, model=self._model, handler=handler)
                     finally:
-                        del self._keys.handlers[key]
-                        self._limit.forget_key(key)
+                        self._forget_keys(handler)
                         handler.close()
             except BaseExceptionGroup as errors:
                 raise first_error(errors) from errors
+
+    def renew_access(self, access: EndpointAccess) -> EndpointAccess:
+        """Return another key of an open trajectory, for an agent that begins anew; the former one is void.
+
+        The agent receives the earlier answers while it sends the same requests.
+        """
+        self._forget_keys(access.handler)
+        access.handler.forget_deliveries()
+        return msgspec.structs.replace(access, api_key=self._keys.add_handler(access.handler))
+
+    def _forget_keys(self, handler: RequestHandler) -> None:
+        for key in [key for key, each in self._keys.handlers.items() if each is handler]:
+            del self._keys.handlers[key]
+            self._limit.forget_key(key)
 
     # -- the server ------------------------------------------------------------------------------------
 

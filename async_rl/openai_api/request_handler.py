@@ -214,6 +214,12 @@ class RequestHandler:
         self._exceeded_number = self._num_exchanges
         return ApiError(400, text, param="messages", code="context_length_exceeded")
 
+    def forget_deliveries(self) -> None:
+        """Treat all answers as undelivered, so that an agent that begins anew receives them."""
+        for conversation in self._conversations:
+            for exchange in conversation.exchanges:
+                exchange.delivered = False
+
     def count_refused(self) -> None:
         """Count a request that was refused."""
         self._session.record_request("refused")

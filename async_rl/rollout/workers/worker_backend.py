@@ -25,7 +25,7 @@ from typing import Final, Self, cast
 
 import msgspec
 
-from async_rl.config import Config
+from async_rl.config import Config, NamedLoop
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import (
     AgentLoopError,
@@ -59,6 +59,7 @@ from async_rl.rollout.workers.metric_counts import add_increments
 from async_rl.rollout.workers.worker_choice import WorkerChoice
 from async_rl.rollout.workers.worker_grants import WorkerGrants
 from async_rl.rollout.workers.worker_handle import Inbox, WorkerHandle
+from async_rl.runtime.loading import load_object
 from async_rl.runtime.shortages import is_shortage
 from async_rl.runtime.supervision import Nursery, first_error, services
 from async_rl.runtime.threads import run_to_end, run_uncancellable
@@ -165,6 +166,8 @@ class WorkerBackend(RolloutBackend):
         """Those of all workers that may still run."""
         self._request_ids = count(1)
         self._keepers = Nursery()
+        self._served = AsyncExitStack()
+        """What the driver serves to the loops in the workers."""
 
     @property
     def workers(self) -> Mapping[str, WorkerHandle]:
@@ -173,6 +176,7 @@ class WorkerBackend(RolloutBackend):
 
     async def __aenter__(self) -> Self:
         """Start all workers; attempts wait for the first of them."""
+        await self._serve_loops()
         await self._keepers.__aenter__()
         for index in range(self._spec.config.num_workers):
             name = f"{self._spec.name}-{index}"
@@ -191,8 +195,31 @@ class WorkerBackend(RolloutBackend):
         try:
             await self._keepers.__aexit__(kind, error, traceback)
         finally:
+            await self._served.aclose()
             for grants in self._grants:
                 await grants.expire()  # of workers that may still run
+
+    async def _serve_loops(self) -> None:
+        """Run the driver's part of agent loops that have one, and give the workers' loops what it yields."""
+        rollout = self._spec.config.rollout
+        named = dict(rollout.agent_loops)
+        if rollout.agent_loop not in named:
+            named[""] = NamedLoop(loop=rollout.agent_loop, args=rollout.agent_loop_args)
+        for name, each in named.items():
+            loop = load_object(each.loop, what="agent loop")
+            if hasattr(loop, "serve_workers"):
+                serving = loop(**each.args).serve_workers()
+                try:
+                    yielded = await self._served.enter_async_context(serving)
+                except BaseException:
+                    await self._served.aclose()
+                    raise
+                named[name] = msgspec.structs.replace(each, args={**each.args, **yielded})
+        default = named.pop("", None)
+        args = rollout.agent_loop_args if default is None else default.args
+        rollout = msgspec.structs.replace(rollout, agent_loops=named, agent_loop_args=args)
+        config = msgspec.structs.replace(self._spec.config, rollout=rollout)
+        self._spec = msgspec.structs.replace(self._spec, config=config)
 
     # -- requests ------------------------------------------------------------------------------------------
 
