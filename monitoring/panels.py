@@ -230,6 +230,12 @@ FLOW: Final = (
         unit="si:/s",
     ),
     Panel(
+        "How attempts end",
+        "Per second: answers that pass, and attempts that do not, by kind of failure.",
+        (Query(rate("attempts_total", "end"), "{{end}}"),),
+        unit="si:/s",
+    ),
+    Panel(
         "Reward calls, p95",
         "How long each reward takes; trajectories hold their slots meanwhile.",
         (Query(quantile(0.95, "reward_seconds", "reward"), "{{reward}}"),),

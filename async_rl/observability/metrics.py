@@ -186,6 +186,13 @@ class FlowMetrics(Instruments):
         "stage",
         bad="The stage with the long waits is the one before the bottleneck.",
     )
+    attempts_total = counter(
+        "Attempts that have ended, by how: `success` (`evaluation.pass_reward` is reached) or the kind of "
+        "failure.",
+        "end",
+        bad="`tool_broken`, `sandbox_lost`, `time_over` or `other` rises: what is around the agent fails; "
+        "`async-rl inspect` has examples.",
+    )
     trajectory_retries_total = counter(
         "Attempts at trajectories after their first one failed.",
         bad="Rises: a loop, tool or reward fails; the log says which.",

@@ -228,7 +228,11 @@ class RecoveredState:
         self._every_s = config.queue.journal_s
         self.archive: Archive | None = None
         if config.run.keep_trajectories:
-            self.archive = Archive(run_dir / archive.FILE, config.run.keep_trajectories)
+            self.archive = Archive(
+                run_dir / archive.FILE,
+                config.run.keep_trajectories,
+                pass_reward=config.evaluation.pass_reward,
+            )
             self.archive.rollback(step)
         self.journal: Journal | None = None
         """The driver's own; None where `queue.journal_s` asks for none."""
@@ -260,6 +264,7 @@ class RecoveredState:
             retry_task=retries.retry_task,
             observer=self.archive,
             clock=clock,
+            pass_reward=config.evaluation.pass_reward,
         )
         self.queue = TrajectoryQueue(
             self.groups,

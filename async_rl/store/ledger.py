@@ -16,7 +16,8 @@ position, except after a restart, a damaged frame or a drop with `retry`: then t
 is dispatched anew.
 
 The ledger also records what a restart must agree with: attempts, references to trajectories that ended,
-the batch of each step that the trainer acknowledged, and committed checkpoints.
+the batch of each step that the trainer acknowledged, and committed checkpoints. It counts how attempts ended,
+with the newest examples of each kind of failure; a restart does not undo that.
 
 **A restart at the checkpoint of step N** leaves in flight what was in flight (the journal has its tokens) and
 queued what was queued. What was trained after N is dropped as `restart` and its positions are pending. Its
@@ -49,7 +50,8 @@ from pathlib import Path
 import msgspec
 
 from async_rl.codec import UNREADABLE
-from async_rl.errors import AsyncRLError, InvariantError
+from async_rl.errors import AsyncRLError, FailureKind, InvariantError
+from async_rl.observability.failures import SUCCESS, FailureExample
 from async_rl.observability.records import TrajectoryCounts
 from async_rl.store.ledger_tables import LedgerTables
 from async_rl.types import StoredTrajectory, root_of
@@ -122,6 +124,8 @@ class Ledger:
         self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
         self._dropped: Counter[str] = Counter()
         self._tables = LedgerTables(path)
+        self.attempts = self._tables.count_attempts()
+        """The attempts that have ended, of all incarnations."""
         self._load()
 
     def record_dispatch(
@@ -196,6 +200,25 @@ class Ledger:
         self._tables.add_statement(
             "UPDATE trajectories SET attempt = ? WHERE trajectory_id = ?", (attempt, trajectory_id)
         )
+        self._tables.end_change()
+
+    def record_attempt_end(
+        self, failure_kind: FailureKind | None, trajectory_id: str, attempt: int, error: str = ""
+    ) -> None:
+        """Count an attempt that has ended, whatever becomes of its trajectory.
+
+        Args:
+            failure_kind: Why it did not succeed; None if it did.
+            trajectory_id: Its trajectory.
+            attempt: Its number, from 1.
+            error: The first line of its error, or how its answer was scored.
+        """
+        kind, example = failure_kind or SUCCESS, None
+        self.attempts.numbers[kind] += 1
+        if failure_kind is not None:
+            example = FailureExample(trajectory_id=trajectory_id, attempt=attempt, error=error)
+            self.attempts.add_example(failure_kind, example)
+        self._tables.add_attempt(kind, self.attempts.numbers[kind], example)
         self._tables.end_change()
 
     def record_straggling(self, group_id: str, straggled_s: float) -> None:

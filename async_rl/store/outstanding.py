@@ -23,6 +23,14 @@ from types import MappingProxyType
 from typing import Protocol
 
 from async_rl.errors import InvariantError
+from async_rl.observability.failures import (
+    LABELS,
+    SUCCESS,
+    describe_answer,
+    describe_error,
+    kind_of_answer,
+    kind_of_error,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import waiting
 from async_rl.staleness import Backlog, StalenessPolicy
@@ -98,6 +106,7 @@ class OutstandingGroups:
         retry_task: Callable[[int, str], bool] = lambda position, reason: False,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        pass_reward: float = 1.0,
     ) -> None:
         """Start without groups. Call `restore_groups` before anything else.
 
@@ -110,6 +119,7 @@ class OutstandingGroups:
                 the reason; returns whether the task will be dispatched again.
             observer: Receives what becomes of trajectories.
             clock: Returns monotonic seconds.
+            pass_reward: The least reward of an attempt that succeeds.
         """
         self.ledger = ledger
         self.spool = spool
@@ -125,6 +135,7 @@ class OutstandingGroups:
         """Ready groups that are being packed: they are not dropped."""
         self._retry_task = retry_task
         self._observer = observer or Observer()
+        self._pass_reward = pass_reward
         self.clock = clock
         self._work: dict[str, GroupWork] = {}
         self._writing: set[str] = set()
@@ -414,6 +425,21 @@ class OutstandingGroups:
             self.backlog.remove_group(group_id)
             self.observe_wait("queue", self._ready.pop(group_id))
 
+    def record_attempt_end(self, attempt: int, end: StoredTrajectory | Exception, trajectory_id: str) -> None:
+        """Count an attempt by how it ended.
+
+        Args:
+            attempt: Its number, from 1.
+            end: The scored trajectory, or the error that ended the attempt.
+            trajectory_id: The id of the trajectory.
+        """
+        if isinstance(end, StoredTrajectory):
+            kind, error = kind_of_answer(end, self._pass_reward), describe_answer(end)
+        else:
+            kind, error = kind_of_error(end), describe_error(end)
+        self.ledger.record_attempt_end(kind, trajectory_id, attempt, error)
+        self.metrics.attempts_total.labels(kind or SUCCESS).inc()
+
     def record_trained(self, batch: TakenBatch, step: int) -> None:
         """Record that a step has trained a batch; the next flush writes it, then deletes its frames."""
         self.ledger.record_trained(batch.group_ids, step, batch.batch_id)
@@ -563,10 +589,13 @@ def _count_from_ledger(metrics: Metrics, ledger: Ledger) -> None:
     metrics.trajectories_dispatched_total.reset()
     metrics.trajectories_trained_total.reset()
     metrics.trajectories_dropped_total.clear()
+    metrics.attempts_total.clear()
     metrics.trajectories_dispatched_total.inc(counts.dispatched)
     metrics.trajectories_trained_total.inc(counts.trained)
     for reason, number in counts.dropped.items():
         metrics.trajectories_dropped_total.labels(reason=reason).inc(number)
+    for kind in (SUCCESS, *LABELS):
+        metrics.attempts_total.labels(kind).inc(ledger.attempts.numbers[kind])
     # Evaluated at the scrape, and from now on: they add up with the counters at every moment.
     metrics.trajectories_in_flight.set_function(lambda: ledger.counts().in_flight)
     metrics.trajectories_queued.set_function(lambda: ledger.counts().queued)

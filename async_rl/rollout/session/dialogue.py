@@ -67,6 +67,8 @@ class Dialogue:
     """Whether the prompt of the last turn ends inside a thought."""
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    tool_fault: str = ""
+    """The first line of what was first wrong with a tool itself; empty if nothing was."""
 
     def copy(self) -> Dialogue:
         """Return a copy for a branch, which inherits all turns so far."""
