@@ -300,6 +300,7 @@ class RolloutManager:
             for name, trajectory in work.finished.items()
             if trajectory.reward is not None
         }
+        self._groups.record_result(work.group_id, work.finished.values())
         may_retry = retries.may_retry(work.position)
         decision = decide_group(
             rewards, work.dropped, self._config.rollout, may_retry=may_retry, is_scored=not work.unscored

@@ -35,7 +35,8 @@ CREATE TABLE groups (                -- each uses up a position
     task_id TEXT NOT NULL,
     position INTEGER NOT NULL,       -- place in the sequence of tasks
     weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
-    straggled_s REAL NOT NULL DEFAULT 0  -- how long it has waited for its stragglers
+    straggled_s REAL NOT NULL DEFAULT 0, -- how long it has waited for its stragglers
+    has_result INTEGER NOT NULL DEFAULT 0  -- whether its position has a row in results, or had one
 ) WITHOUT ROWID;
 CREATE TABLE trajectories (
     trajectory_id TEXT PRIMARY KEY,
@@ -51,7 +52,28 @@ CREATE TABLE trajectories (
 CREATE INDEX members ON trajectories (group_id);
 CREATE INDEX trained ON trajectories (step) WHERE state = 'trained';
 CREATE INDEX dropped ON trajectories (state) WHERE state = 'dropped';
-CREATE TABLE pending (position INTEGER PRIMARY KEY);
+CREATE TABLE pending (
+    position INTEGER PRIMARY KEY,
+    task_id TEXT NOT NULL,
+    has_result INTEGER NOT NULL      -- as that of its group
+);
+CREATE TABLE results (               -- of groups, until a draw counts them
+    position INTEGER PRIMARY KEY,
+    due INTEGER NOT NULL,            -- the first position whose draw counts it
+    task_id TEXT NOT NULL,
+    scored INTEGER NOT NULL,         -- trajectories
+    passed INTEGER NOT NULL
+);
+CREATE TABLE tasks (                 -- what draws have counted
+    task_id TEXT PRIMARY KEY,
+    scored REAL NOT NULL,
+    passed REAL NOT NULL,
+    drawn INTEGER NOT NULL           -- the last position with it
+) WITHOUT ROWID;
+CREATE TABLE drawn (                 -- the newest draw, which may not be dispatched yet
+    position INTEGER PRIMARY KEY,
+    task_id TEXT NOT NULL
+);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, batch_id TEXT NOT NULL);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY);
 CREATE TABLE folded (                -- trajectories that have no row any more

@@ -107,6 +107,7 @@ class OutstandingGroups:
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
         pass_reward: float = 1.0,
+        result_lag: int | None = None,
     ) -> None:
         """Start without groups. Call `restore_groups` before anything else.
 
@@ -120,7 +121,10 @@ class OutstandingGroups:
             observer: Receives what becomes of trajectories.
             clock: Returns monotonic seconds.
             pass_reward: The least reward of an attempt that succeeds.
+            result_lag: The number of positions after which draws count the result of a group; None records no
+                results.
         """
+        self._result_lag = result_lag
         self.ledger = ledger
         self.spool = spool
         self.backlog = backlog
@@ -439,6 +443,18 @@ class OutstandingGroups:
             kind, error = kind_of_error(end), describe_error(end)
         self.ledger.record_attempt_end(kind, trajectory_id, attempt, error)
         self.metrics.attempts_total.labels(kind or SUCCESS).inc()
+
+    def record_result(self, group_id: str, trajectories: Iterable[StoredTrajectory]) -> None:
+        """Record for later draws how many attempts of a group were scored and passed, if the run draws so."""
+        if self._result_lag is None:
+            return
+        rewards = [
+            each.reward
+            for each in trajectories
+            if each.reward is not None and root_of(each.trajectory_id) == each.trajectory_id
+        ]
+        passed = sum(reward >= self._pass_reward for reward in rewards)
+        self.ledger.record_result(group_id, len(rewards), passed, self._result_lag)
 
     def record_trained(self, batch: TakenBatch, step: int) -> None:
         """Record that a step has trained a batch; the next flush writes it, then deletes its frames."""
