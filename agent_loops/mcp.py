@@ -28,7 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from agent_loops.tools import Tool
-from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
+from async_rl.errors import ConfigError, EnvironmentNotReady, ToolBroken, ToolError
 from async_rl.runtime.printable import as_json
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import Nursery, first_error
@@ -101,7 +101,8 @@ class McpTool(Tool):
         """Run the tool on the server, which checks the arguments itself.
 
         Raises:
-            ToolError: The tool or its server failed, or took too long.
+            ToolError: The tool failed or took too long.
+            ToolBroken: Its server cannot be reached, or the connection broke.
         """
         try:
             async with (
@@ -111,7 +112,10 @@ class McpTool(Tool):
                 return await self._server.call_tool(self._own_name, dict(arguments))
         except TimeoutError as error:
             self._server.record_timeout()
-            raise ToolError(f"{self.name}: no result within {timeout_s:g} s{self._server.trouble}") from error
+            kind = ToolBroken if (trouble := self._server.trouble) else ToolError
+            raise kind(f"{self.name}: no result within {timeout_s:g} s{trouble}") from error
+        except ToolBroken as error:
+            raise ToolBroken(f"{self.name}: {error}") from error
         except ToolError as error:
             raise ToolError(f"{self.name}: {error}") from error
 
@@ -220,7 +224,8 @@ class McpServer:
         """Call a tool and return its result as text; the caller sets the time limit.
 
         Raises:
-            ToolError: The tool failed, or the connection broke.
+            ToolError: The tool failed.
+            ToolBroken: The connection broke.
         """
         from mcp import MCPError
 
@@ -230,14 +235,14 @@ class McpServer:
         except MCPError as error:
             if client is self._client and _is_broken(error):
                 self._drop_connection(error)
-                raise ToolError(
+                raise ToolBroken(
                     f"the connection to the MCP server {self._spec.label} broke during the call"
                 ) from error
             raise ToolError(str(error)) from error
         except Exception as error:  # transports may raise anything
             if client is self._client:  # not of an earlier connection
                 self._drop_connection(error)
-            raise ToolError(
+            raise ToolBroken(
                 f"the connection to the MCP server {self._spec.label} broke during the call"
             ) from error
         self._num_timeouts = 0

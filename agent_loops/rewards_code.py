@@ -35,7 +35,7 @@ import msgspec
 
 from agent_loops.rewards import final_answer, str_of_number
 from agent_loops.sandbox import MAX_CODE_BYTES, START_S, Interpreter, Limits, Sandbox
-from async_rl.errors import EnvironmentNotReady
+from async_rl.errors import SandboxLost
 from async_rl.types import Completion, Task
 
 _FENCE: Final = re.compile(
@@ -251,7 +251,7 @@ async def _prepare(tests: Interpreter, cases: Sequence[Case]) -> None:
     if ran.ended in ("error", "exit"):
         raise ValueError(f"the tests in the answer cannot run: {ran.output.strip()[-500:]}")
     if ran.ended != "done":
-        raise EnvironmentNotReady(
+        raise SandboxLost(
             f"sandbox: an interpreter did not read the tests within its limits ({ran.ended}): the machine is "
             "overloaded, or memory_mb is too low"
         )

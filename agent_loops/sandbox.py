@@ -34,7 +34,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
+from async_rl.errors import ConfigError, EnvironmentNotReady, SandboxLost, ToolError
 from async_rl.runtime.supervision import finished
 from async_rl.runtime.user_processes import marked
 from async_rl.types import Task
@@ -160,7 +160,7 @@ class Interpreter:
         A process that does not start is not mistaken for a program that fails.
 
         Raises:
-            EnvironmentNotReady: The process does not start.
+            SandboxLost: The process does not start.
         """
         command, scratch = sandbox_command(limits)
         try:
@@ -172,6 +172,9 @@ class Interpreter:
                 env=marked(_environment(limits), "sandbox"),
                 cwd="/",
             )
+        except OSError as error:
+            _remove(scratch)
+            raise SandboxLost(f"sandbox: an interpreter cannot be started: {error}") from error
         except BaseException:
             _remove(scratch)
             raise
@@ -192,10 +195,10 @@ class Interpreter:
                     data = await self.process.stdout.read(4096)
                     if not data:
                         code = await self.process.wait()
-                        raise _refused(seen.decode(errors="replace") or f"exit code {code}")
+                        raise SandboxLost(str(_refused(seen.decode(errors="replace") or f"exit code {code}")))
                     seen += data
         except TimeoutError as error:
-            raise EnvironmentNotReady(
+            raise SandboxLost(
                 f"sandbox: an interpreter did not start within {START_S:g} s: the machine is overloaded"
             ) from error
 

@@ -63,6 +63,8 @@ class ScriptedSession:
         """`ok` or `error` for each call."""
         self.tools_called: list[str] = []
         """The tool's name for each call."""
+        self.tool_faults: list[str] = []
+        """What was wrong with the tool itself at each call; empty if nothing was."""
         self.stops: list[Sequence[str]] = []
         self.notes: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
@@ -141,11 +143,18 @@ class ScriptedSession:
         self.add_messages([{"role": "tool", "content": content, **({"name": name} if name else {})}])
 
     def record_tool_call(
-        self, *, error: bool, tool: str = "unnamed", seconds: float = 0.0, waited_s: float = 0.0
+        self,
+        *,
+        error: bool,
+        tool: str = "unnamed",
+        seconds: float = 0.0,
+        waited_s: float = 0.0,
+        fault: str = "",
     ) -> None:
         """Implements `Session.record_tool_call`."""
         self.tool_calls.append("error" if error else "ok")
         self.tools_called.append(tool)
+        self.tool_faults.append(fault)
 
     def record_request(self, result: str, ignored: Sequence[str] = ()) -> None:
         """Implements `Session.record_request`; nothing is counted."""

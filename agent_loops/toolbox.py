@@ -21,7 +21,7 @@ from msgspec import Meta
 from agent_loops.mcp import McpServer, McpServerSpec
 from agent_loops.parsing import Call, MalformedCall
 from agent_loops.tools import Tool, load_tool
-from async_rl.errors import ConfigError, ToolError
+from async_rl.errors import ConfigError, ToolBroken, ToolError
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import finished
@@ -196,10 +196,15 @@ class TrajectoryTools:
         """States by tool, in the order of their creation."""
 
     async def answer_call(self, call: Call) -> dict[str, Any]:
-        """Run one call and return its tool message, with an error as text; outcome and metrics count it."""
+        """Run one call and return its tool message, with an error as text; outcome and metrics count it.
+
+        Raises:
+            ToolBroken: The tool does not work, so that the attempt cannot be scored.
+        """
         limited = None if isinstance(call, MalformedCall) else self._tools.get(call.name)
         clock = asyncio.get_running_loop().time
         begin = started = clock()
+        broken: ToolError | None = None
         try:
             if isinstance(call, MalformedCall):
                 raise ToolError(call.error)
@@ -213,12 +218,17 @@ class TrajectoryTools:
             error = False
         except ToolError as problem:
             content, error = f"Error: {problem}", True
+            if problem.failure_kind != "agent_wrong":
+                broken = problem
         self._session.record_tool_call(
             error=error,
             tool=_NO_TOOL if limited is None else limited.tool.name,
             seconds=clock() - started,
             waited_s=started - begin,
+            fault="" if broken is None else str(broken),
         )
+        if isinstance(broken, ToolBroken):
+            raise broken
         if len(content) > self._max_result_chars:
             cut = len(content) - self._max_result_chars
             content = f"{content[: self._max_result_chars]}\n[{cut} more characters were cut]"
@@ -245,9 +255,11 @@ class TrajectoryTools:
             try:
                 async with serving_timeout(timeout_s) as limit, waiting("tool", tool.name, scope=limit):
                     self._states[tool.name] = await tool.create(self._task)
+            except ToolBroken:
+                raise
             except Exception as error:  # the tool's own code may raise anything
                 told = str(error) or type(error).__name__
-                raise ToolError(f"{tool.name}: cannot be set up: {told}") from error
+                raise ToolBroken(f"{tool.name}: cannot be set up: {told}") from error
         return self._states[tool.name]
 
     async def _release_all(self) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
-from async_rl.errors import ConfigError, ToolError
+from async_rl.errors import ConfigError, ToolBroken, ToolError
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.printable import as_json, without_surrogates
 from async_rl.runtime.serving_clock import serving_timeout
@@ -28,6 +28,8 @@ _PARAMETER = re.compile(r"^ *(\w+)(?: *\([^)]*\))?: *(.+)$")
 _PLAIN_DEFAULTS = (str, int, float, bool, type(None))
 _CLEAN_UP_S = 5.0
 """How long an async tool may release what it holds after it was cancelled."""
+_BLAMES_THE_CALL = (ToolError, ValueError, ArithmeticError, LookupError, TypeError, OSError)
+"""What a tool raises because of its arguments; anything else is a fault of the tool itself."""
 _RELEASE_S = 10.0
 """How long a trajectory that has ended waits for a sync `create`, and then for the release of its state."""
 
@@ -93,6 +95,7 @@ class Tool:
 
         Raises:
             ToolError: The arguments are wrong, the function raised, or it timed out.
+            ToolBroken: The function says that the tool itself does not work.
         """
         try:
             checked = msgspec.convert(dict(arguments), self._arguments_type)
@@ -106,6 +109,8 @@ class Tool:
             ):
                 given = (state,) if self.keeps_state else ()
                 result = await _run(partial(self._function, *given, **values), f"tool-{self.name}")
+        except ToolBroken:
+            raise
         except ToolError as error:
             raise ToolError(f"{self.name}: {error}") from error
         except TimeoutError as error:
@@ -113,7 +118,10 @@ class Tool:
                 raise ToolError(f"{self.name}: no result within {timeout_s:g} s") from error
             raise ToolError(f"{self.name}: {_describe(error)}") from error
         except Exception as error:  # the tool's own code may raise anything
-            raise ToolError(f"{self.name}: {_describe(error)}") from error
+            failure = ToolError(f"{self.name}: {_describe(error)}")
+            if not isinstance(error, _BLAMES_THE_CALL):
+                failure.failure_kind = "tool_broken"
+            raise failure from error
         return _as_text(self.name, result)
 
 

@@ -18,8 +18,11 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── PromptTooLong   the prompt leaves no tokens to generate
 │   ├── OutOfTurns      `rollout.max_turns` are used
 │   ├── RequestRefused  an engine refuses this request; any other engine would too
-│   ├── AgentLoopError  the agent loop raised or ran past its time
+│   ├── AgentLoopError  the agent loop raised
+│   │   └── TimeOver    the attempt ran past its time
 │   ├── ToolError       a tool raised or ran past its time (the model sees it as text)
+│   │   └── ToolBroken  the tool itself does not work, however it is called (the attempt fails)
+│   │       └── SandboxLost  a sandbox did not start, or is gone
 │   └── RewardError     the reward raised or returned no finite number
 │       └── RewardUnavailable  its infrastructure failed: server, process, sandbox, time limit
 ├── DataError           data written by this program is invalid
@@ -62,6 +65,17 @@ duplicate: an expert twice in a row, as in a layer that an engine left at zeros.
 """
 
 
+FailureKind = Literal["agent_wrong", "tool_broken", "sandbox_lost", "time_over", "context_full", "other"]
+"""Why an attempt did not succeed.
+
+agent_wrong: its answer was scored and does not pass, or the agent's own program failed.
+tool_broken: a tool raised, or an MCP server died; not: the policy called it wrongly.
+sandbox_lost: a sandbox did not start, or is gone.
+time_over: a time limit ended it.
+context_full: it used up its context or its turns.
+other: an engine, the reward or a rollout worker failed.
+"""
+
 ABORTED = "aborted: "
 """What an engine's message contains when its broadcast was aborted by the sender."""
 
@@ -70,6 +84,8 @@ class AsyncRLError(Exception):
     """Root of the tree."""
 
     exit_code = 1
+    failure_kind: FailureKind = "other"
+    """What an attempt that it ends counts as; an instance may differ from its class."""
 
 
 class ConfigError(AsyncRLError, ValueError):
@@ -171,9 +187,13 @@ class RolloutError(AsyncRLError):
 class PromptTooLong(RolloutError):
     """The prompt leaves no tokens to generate."""
 
+    failure_kind: FailureKind = "context_full"
+
 
 class OutOfTurns(RolloutError):
     """The trajectory has used all of its turns."""
+
+    failure_kind: FailureKind = "context_full"
 
 
 class RequestRefused(RolloutError):
@@ -181,11 +201,33 @@ class RequestRefused(RolloutError):
 
 
 class AgentLoopError(RolloutError):
-    """An agent loop raised or ran past its time."""
+    """An agent loop raised."""
+
+    failure_kind: FailureKind = "agent_wrong"
+
+
+class TimeOver(AgentLoopError):
+    """An attempt ran past its time."""
+
+    failure_kind: FailureKind = "time_over"
 
 
 class ToolError(RolloutError):
-    """A tool raised or ran past its time."""
+    """A tool refused a call, raised or ran past its time; the policy reads why."""
+
+    failure_kind: FailureKind = "agent_wrong"
+
+
+class ToolBroken(ToolError):
+    """A tool does not work, however it is called: its attempt fails without a score and is made again."""
+
+    failure_kind: FailureKind = "tool_broken"
+
+
+class SandboxLost(ToolBroken):
+    """A sandbox did not start, or is gone."""
+
+    failure_kind: FailureKind = "sandbox_lost"
 
 
 class RewardError(RolloutError):

@@ -321,6 +321,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: int = 0
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    tool_fault: str = ""
+    """What was first wrong with a tool itself, not with a call of it; empty if nothing was."""
     num_interruptions: int = 0
     """The number of engine calls that a weight update interrupted while tokens were being sampled or about to
     be."""
@@ -550,6 +552,8 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
     """How long its attempt took, seconds."""
     turn_rewards: tuple[TurnReward, ...] = ()
     """Of its own turns that have one."""
+    tool_fault: str = ""
+    """As `Outcome.tool_fault`."""
 
     @classmethod
     def of(
@@ -585,6 +589,7 @@ class StoredTrajectory(msgspec.Struct, frozen=True, kw_only=True, tag="stored", 
             reward_parts=outcome.reward_parts,
             duration_s=outcome.finished_s - outcome.started_s,
             turn_rewards=trajectory.turn_rewards,
+            tool_fault=outcome.tool_fault,
         )
 
     def with_reward(self, parts: dict[str, float]) -> StoredTrajectory:

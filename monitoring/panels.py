@@ -230,6 +230,29 @@ FLOW: Final = (
         unit="si:/s",
     ),
     Panel(
+        "Curriculum",
+        "Share of each pool in the tasks that are drawn, and in those that may be.",
+        (
+            Query(
+                f"{rate('curriculum_draws_total', 'pool')} / ignoring (pool) group_left "
+                f"{rate('curriculum_draws_total')}",
+                "drawn: {{pool}}",
+            ),
+            Query(
+                f"{value('curriculum_tasks')} / ignoring (pool) group_left sum({value('curriculum_tasks')})",
+                "tasks: {{pool}}",
+            ),
+        ),
+        unit="percentunit",
+        maximum=1.0,
+    ),
+    Panel(
+        "How attempts end",
+        "Per second: answers that pass, and attempts that do not, by kind of failure.",
+        (Query(rate("attempts_total", "end"), "{{end}}"),),
+        unit="si:/s",
+    ),
+    Panel(
         "Reward calls, p95",
         "How long each reward takes; trajectories hold their slots meanwhile.",
         (Query(quantile(0.95, "reward_seconds", "reward"), "{{reward}}"),),

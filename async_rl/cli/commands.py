@@ -256,6 +256,11 @@ def _add_inspect_options(parser: argparse.ArgumentParser) -> None:
     table.add_argument("--status", choices=("ended", "queued", "trained", "dropped", "failed"))
     table.add_argument("--reason", metavar="TEXT", help="the reason or error contains this text")
     table.add_argument("--task", metavar="ID", help="trajectories of this task")
+    table.add_argument(
+        "--failure",
+        choices=("agent_wrong", "tool_broken", "sandbox_lost", "time_over", "context_full", "other"),
+        help="attempts that did not succeed for this kind of reason",
+    )
     table.add_argument("--min-reward", type=float, metavar="X")
     table.add_argument("--max-reward", type=float, metavar="X")
     table.add_argument(
@@ -331,8 +336,11 @@ def _add_report_options(parser: argparse.ArgumentParser) -> None:
 def _run_report(parsed: argparse.Namespace) -> int:
     from async_rl.observability.page.html_report import write_report
     from async_rl.run.folder import find_run_folder
+    from async_rl.store.ledger_tables import read_attempts
 
-    print_text(str(write_report(find_run_folder(parsed.run), parsed.out)))
+    run_dir = find_run_folder(parsed.run)
+    failures = read_attempts(run_dir / "ledger.sqlite").rows()
+    print_text(str(write_report(run_dir, parsed.out, failures)))
     return 0
 
 

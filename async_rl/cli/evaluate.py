@@ -143,7 +143,7 @@ async def _evaluate_sets(
                 "belong to a run that updates them, or were left by one"
             )
         if keep_answers:
-            kept = Archive(folder / archive.FILE, keep=evaluator.num_answers)
+            kept = Archive(folder / archive.FILE, evaluator.num_answers, pass_reward=evaluator.pass_reward)
         try:
             with LongWork("evaluating", "answers", evaluator.num_answers) as shown:
                 return await evaluator.evaluate_sets(pool, versions.pop(), kept, show_ended=shown.show_done)

@@ -89,7 +89,8 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
         on_stop=on_stop,
     )
     for run_dir, summary in results:
-        write_report(run_dir)  # after the folder is unlocked, so that the report says that the run has ended
+        # After the folder is unlocked, so that the report says that the run has ended.
+        write_report(run_dir, failures=summary.failures)
         print_summary(shown, run_dir, step_record_log(run_dir / "metrics.jsonl").read(), summary)
     return exit_code
 

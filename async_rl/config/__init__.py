@@ -6,7 +6,14 @@ end in one `ConfigError` that names the place and the remedy. Nothing outside th
 for servers are generated per run and passed in a file that only the run's user can read.
 """
 
-from async_rl.config.data_settings import DataConfig, DatasetConfig, RowsConfig, SourceConfig
+from async_rl.config.data_settings import (
+    CurriculumConfig,
+    DataConfig,
+    DatasetConfig,
+    PoolConfig,
+    RowsConfig,
+    SourceConfig,
+)
 from async_rl.config.description import changed_fields, describe_fields
 from async_rl.config.engine_settings import (
     EnginesConfig,
@@ -57,6 +64,7 @@ __all__ = [
     "OBJECTIVES",
     "Config",
     "CriticConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DatasetConfig",
     "DoctorConfig",
@@ -77,6 +85,7 @@ __all__ = [
     "NamedLoop",
     "OptimizerConfig",
     "PlacementConfig",
+    "PoolConfig",
     "QueueConfig",
     "RejectConfig",
     "RewardConfig",

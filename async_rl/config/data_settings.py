@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from async_rl.config.base import PositiveFloat, PositiveInt, Strict
+import msgspec
+
+from async_rl.config.base import Meta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
 
 ExampleField = Literal["messages", "answer", "id", "agent_loop", "reward", "data_source", "tools", "metadata"]
 """What is read of an example, by the names of `data.schemas.Keys`."""
@@ -42,6 +44,46 @@ class DatasetConfig(SourceConfig, frozen=True, kw_only=True):
     """Sampling weight relative to the other datasets; null for all takes every example once per epoch."""
 
 
+class PoolConfig(Strict, frozen=True, kw_only=True):
+    """The tasks whose success rate is above that of the pool before, and at most `up_to`."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    """Name of the pool in metrics; `unseen` is that of tasks without a success rate."""
+    up_to: Annotated[float, Meta(ge=0, le=1)]
+    """The highest success rate of its tasks; that of the last pool is 1."""
+    weight: NonNegativeFloat
+    """How often each of its tasks is drawn, relative to those of other pools; 0: if there are no others."""
+
+
+class CurriculumConfig(Strict, frozen=True, kw_only=True):
+    """Draws tasks by their difficulty: by the success rates of their groups so far, and by a gate.
+
+    See docs/guide/own-task.md.
+    """
+
+    pools: list[PoolConfig] = msgspec.field(
+        default_factory=lambda: [
+            PoolConfig(name="hard", up_to=0.1, weight=0.5),
+            PoolConfig(name="medium", up_to=0.9, weight=2.0),
+            PoolConfig(name="easy", up_to=1.0, weight=0.25),
+        ]
+    )
+    """Pools by success rate, the hardest first. The rate of a task is the share of its scored trajectories
+    with a reward of at least `evaluation.pass_reward`."""
+    unseen_weight: NonNegativeFloat = 1.0
+    """The weight of tasks of which no group has been scored yet."""
+    memory: Annotated[float, Meta(ge=0, le=1)] = 0.5
+    """How much the results of earlier groups of a task still count after another one: 0 counts the last group
+    only, 1 all groups alike."""
+    warm_up: NonNegativeInt = 0
+    """Number of tasks that are drawn, each once before any comes again, before the weights apply."""
+    gate: str | None = None
+    """Dotted path of a function of a task that returns how many tasks are drawn before this one may be;
+    `agent_loops.gates:by_length` lets in longer and longer prompts. Null lets in all tasks."""
+    gate_args: dict[str, Any] = {}
+    """Keyword arguments of the gate."""
+
+
 class DataConfig(RowsConfig, frozen=True, kw_only=True):
     """Where tasks come from: one file or several. Keys of an example that no setting names become the task's
     metadata.
@@ -62,6 +104,8 @@ class DataConfig(RowsConfig, frozen=True, kw_only=True):
     leaves space for one new token in `rollout.max_context_tokens`."""
     shuffle: bool = True
     """Shuffle each epoch with the run's seed."""
+    curriculum: CurriculumConfig | None = None
+    """Draw tasks by their difficulty; null draws each once per epoch. `{}` has the default pools."""
     epochs: PositiveInt | None = None
     """Epochs over the data, each of as many tasks as there are examples; null continues until
     `run.max_steps`."""

@@ -83,7 +83,7 @@ def _describe(struct: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, 
             continue
         default = field.default
         if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
-            default = field.default_factory()
+            default = msgspec.to_builtins(field.default_factory())
         yield key, _type_name(hint), default, descriptions.get(field.name, "")
         for section in _entry_sections(hint):
             entry = key + ("[]." if get_origin(hint) is list else ".NAME.")

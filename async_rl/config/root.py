@@ -240,6 +240,23 @@ def check_data(config: Config) -> None:
             f"data.datasets: the weights are {weights}; set all of them, or none to take every example once "
             "per epoch"
         )
+    if data.curriculum is None:
+        return
+    if any(weights):
+        raise ValueError(
+            "data.curriculum and the weights of data.datasets both say how often tasks are drawn: set only "
+            "one of them"
+        )
+    pools = data.curriculum.pools
+    names, bounds = ["unseen", *(pool.name for pool in pools)], [pool.up_to for pool in pools]
+    if len(set(names)) < len(names):
+        raise ValueError(f"data.curriculum.pools: the names are {names[1:]}; expected different ones")
+    if bounds != sorted(set(bounds)) or bounds[-1:] != [1]:
+        raise ValueError(
+            f"data.curriculum.pools: up_to is {bounds}; expected ascending success rates, the last one 1"
+        )
+    if not any(pool.weight for pool in pools):
+        raise ValueError("data.curriculum.pools: all weights are 0; expected one above 0")
 
 
 def check_groups(config: Config) -> None:

@@ -126,6 +126,11 @@ class Evaluator:
         self.models = models or {}
 
     @property
+    def pass_reward(self) -> float:
+        """The least reward of an answer that passes."""
+        return self.config.evaluation.pass_reward
+
+    @property
     def num_answers(self) -> int:
         """Number of answers of one evaluation."""
         samples = self.config.evaluation.samples

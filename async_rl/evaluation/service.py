@@ -236,7 +236,9 @@ class EvaluationService:
         mine.mkdir(parents=True, exist_ok=True)
         for old in sorted(folder.glob("version_*"))[:-KEPT_ANSWERS]:
             shutil.rmtree(old, ignore_errors=True)
-        return Archive(mine / archive.FILE, keep=self._evaluator.num_answers)
+        return Archive(
+            mine / archive.FILE, self._evaluator.num_answers, pass_reward=self._evaluator.pass_reward
+        )
 
     async def _mirror_failures(self, pool: EnginePool) -> None:
         """Quarantine engines that fail here in the run, and those that the run takes away here; never

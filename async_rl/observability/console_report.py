@@ -23,6 +23,7 @@ from rich.text import Text
 
 from async_rl import __version__
 from async_rl.config import Config, changed_fields, old_log_probs_reason
+from async_rl.observability.failures import FailureRow
 from async_rl.observability.formatting import compact, format_duration, format_percent
 from async_rl.observability.panels import PANELS
 from async_rl.observability.records import (
@@ -300,6 +301,7 @@ def print_summary(
         ("weight versions", f"{summary.weight_versions} published in {summary.rl_seconds:.0f} s"),
         ("trajectories", f"{counts.dispatched} dispatched, {counts.trained} trained, dropped: {dropped}"),
         ("", f"{counts.in_flight} in flight, {counts.queued} queued"),
+        *failure_pairs(summary.failures),
         ("interrupted and resumed", f"{format_percent(summary.interrupted_share)} of the trained ones"),
         ("staleness", f"at most {summary.staleness_max} versions (bound {summary.max_staleness})"),
         *_named_kl(summary.ppo_kl_mean, summary.ppo_kl_bypass_mean),
@@ -323,6 +325,15 @@ def print_summary(
     if (run_dir / REPORT_FILE).exists():
         rows.append(("as one page", _path(run_dir / REPORT_FILE)))
     console.print(Panel(pairs(rows), title=Text("summary"), title_align="left", expand=False))
+
+
+def failure_pairs(failures: Sequence[FailureRow]) -> list[tuple[str, str]]:
+    """Return why attempts did not succeed, as rows of `pairs`: a kind, then its examples."""
+    rows: list[tuple[str, str]] = []
+    for row in failures:
+        rows.append((row.label, f"{row.number:,} attempts, {row.share} of all"))
+        rows += [("", f"{each.trajectory_id}: {each.error}") for each in row.examples]
+    return rows
 
 
 def reward_chart(records: Sequence[StepRecord], *, width: int, colour: bool) -> Text:

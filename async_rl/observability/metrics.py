@@ -186,6 +186,24 @@ class FlowMetrics(Instruments):
         "stage",
         bad="The stage with the long waits is the one before the bottleneck.",
     )
+    curriculum_draws_total = counter(
+        "Tasks drawn by `data.curriculum` since the start of this process, by pool.",
+        "pool",
+        bad="One pool has nearly all: move the bounds of the pools, or change their weights.",
+    )
+    curriculum_tasks = gauge(
+        "Tasks that `data.curriculum` may draw, by pool.",
+        "pool",
+        bad="`hard` does not shrink: the policy does not learn from what it is given. `unseen` does not "
+        "shrink: the run is too short for its tasks.",
+    )
+    attempts_total = counter(
+        "Attempts that have ended, by how: `success` (`evaluation.pass_reward` is reached) or the kind of "
+        "failure.",
+        "end",
+        bad="`tool_broken`, `sandbox_lost`, `time_over` or `other` rises: what is around the agent fails; "
+        "`async-rl inspect` has examples.",
+    )
     trajectory_retries_total = counter(
         "Attempts at trajectories after their first one failed.",
         bad="Rises: a loop, tool or reward fails; the log says which.",

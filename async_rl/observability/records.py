@@ -15,6 +15,7 @@ from typing import Final, TypeGuard
 
 import msgspec
 
+from async_rl.observability.failures import FailureRow
 from async_rl.observability.record_log import RecordLog
 from async_rl.trainer_protocol import Extreme
 
@@ -248,6 +249,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     sync: SyncSummary
     groups_without_signal: int = 0
     """Consecutive groups up to the last step that teach nothing, because their rewards are all equal."""
+    failures: Sequence[FailureRow] = ()
+    """Why attempts did not succeed, with examples."""
 
 
 WINDOW = 5

@@ -314,7 +314,7 @@ class _Job:
                 max_new_tokens=longest + workload.turns,
                 max_context_tokens=longest + prompts + 2 * workload.turns,
             ),
-            data=replace(config.data, shuffle=False, epochs=None),
+            data=replace(config.data, shuffle=False, epochs=None, curriculum=None),
             engine=engine,
             doctor=replace(config.doctor, action="report", stall_s=_EVER_S),
             routing=replace(config.routing, replay="off"),

@@ -36,6 +36,7 @@ from async_rl.errors import (
     RewardError,
     RolloutError,
     SpoolFull,
+    TimeOver,
     WorkerLost,
 )
 from async_rl.rollout.groups import UnscoredTrajectory
@@ -295,8 +296,8 @@ async def run_agent_loop(
     """Run the agent loop of a task in a session, until it and its branches have ended.
 
     Raises:
-        AgentLoopError: The loop raised, took too long, returned something else than a stop reason, or left a
-            session open.
+        AgentLoopError: The loop raised, returned something else than a stop reason, or left a session open.
+        TimeOver: It took too long.
         RolloutError: A tool failed, or a prompt was too long.
         EngineError: Engines failed the attempt.
         WorkerLost: The driver has ended the attempt.
@@ -327,7 +328,7 @@ async def run_agent_loop(
                 )
                 why = "was ended by the stall doctor:" if wait.cut else limit
                 status = f": {session.status}" if session.status else ""
-                raise AgentLoopError(f"agent loop {name} {why} bound the loop's own waits{status}") from error
+                raise TimeOver(f"agent loop {name} {why} bound the loop's own waits{status}") from error
             if session.has_exceeded(cause) and session.last_turn is not None:
                 pass  # keep what was sampled before the budget was used up
             elif isinstance(cause, (*ATTEMPT_ERRORS, InvariantError)):

@@ -31,7 +31,7 @@ from typing import Final
 
 from async_rl.data.feeder import Feeder
 from async_rl.engines.pool import EnginePool
-from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull
+from async_rl.errors import AsyncRLError, PromptTooLong, RewardError, SpoolFull, TimeOver, ToolBroken
 from async_rl.rollout.attempt import (
     ATTEMPT_ERRORS,
     Attempt,
@@ -277,7 +277,7 @@ class RolloutManager:
             if (limit_s := self._config.rollout.straggler_wait_s) is not None:
                 siblings.start_task(
                     f"stragglers of {work.group_id}",
-                    _drop_stragglers(work, tasks, limit_s, self._context.serving_clock),
+                    self._drop_stragglers(work, tasks, limit_s, self._context.serving_clock),
                 )
 
         if work.unscored and work.can_be_scored and not work.cancelled:
@@ -300,6 +300,7 @@ class RolloutManager:
             for name, trajectory in work.finished.items()
             if trajectory.reward is not None
         }
+        self._groups.record_result(work.group_id, work.finished.values())
         may_retry = retries.may_retry(work.position)
         decision = decide_group(
             rewards, work.dropped, self._config.rollout, may_retry=may_retry, is_scored=not work.unscored
@@ -313,23 +314,27 @@ class RolloutManager:
             self._groups.drop_trajectories([trajectory_id], reason)
         await self._queue.put_group(Group(group_id=work.group_id, trajectories=work.trajectories))
 
-
-async def _drop_stragglers(
-    work: GroupInFlight, tasks: Mapping[str, asyncio.Task[None]], limit_s: float, clock: ServingClock
-) -> None:
-    """Wait until enough siblings have finished, then drop those that take longer than `limit_s`."""
-    try:
-        with waiting("trajectories"):
-            await work.enough_finished.wait()
-        left_s = max(0.0, limit_s - work.straggled_s())  # earlier processes have waited too
-        with work.waiting_for_stragglers():
-            async with clock.timeout(left_s):
-                with waiting("trajectories"):
-                    await work.all_ended.wait()
-    except TimeoutError:
-        for trajectory_id in work.running:
-            work.end_sibling(trajectory_id, STRAGGLER)
-            tasks[trajectory_id].cancel()
+    async def _drop_stragglers(
+        self,
+        work: GroupInFlight,
+        tasks: Mapping[str, asyncio.Task[None]],
+        limit_s: float,
+        clock: ServingClock,
+    ) -> None:
+        """Wait until enough siblings have finished, then drop those that take longer than `limit_s`."""
+        try:
+            with waiting("trajectories"):
+                await work.enough_finished.wait()
+            left_s = max(0.0, limit_s - work.straggled_s())  # earlier processes have waited too
+            with work.waiting_for_stragglers():
+                async with clock.timeout(left_s):
+                    with waiting("trajectories"):
+                        await work.all_ended.wait()
+        except TimeoutError:
+            for trajectory_id in work.running:
+                self.trajectories.count_straggler(trajectory_id, limit_s)
+                work.end_sibling(trajectory_id, STRAGGLER)
+                tasks[trajectory_id].cancel()
 
 
 class TrajectoryRunner:
@@ -386,7 +391,10 @@ class TrajectoryRunner:
                 log.warning(
                     "trajectory %s of task %s, attempt %d: %s", trajectory_id, task_id, attempt, error
                 )
-                self._record_attempt(failed=error)
+                self._queue.groups.record_attempt_end(attempt, error, trajectory_id)
+                # One broken tool may fail all running attempts at once, and none that begins later.
+                if attempt >= last or not isinstance(error, ToolBroken):
+                    self._record_attempt(failed=error)
                 reason = _drop_reason(error)
                 if isinstance(error, PromptTooLong):
                     break  # it would be too long again
@@ -394,7 +402,7 @@ class TrajectoryRunner:
                 self._record_attempt(failed=None)
                 for trajectory in tree:
                     if trajectory.trajectory_id not in work.unscored:
-                        self._observer.ended(trajectory, attempt)
+                        self._record_scored(trajectory, attempt)
                 return tree
         return reason
 
@@ -465,12 +473,25 @@ class TrajectoryRunner:
             failed = [score for score in of_tree.values() if isinstance(score, RewardError)]
             if failed:
                 log.warning("trajectory %s of task %s: %s", root_id, work.task.task_id, failed[0])
+                self._queue.groups.record_attempt_end(work.unscored[tree[0]].attempt, failed[0], root_id)
                 self._record_attempt(failed=failed[0])
                 work.drop_finished(root_id, _drop_reason(failed[0]))
                 continue
             for name, score in of_tree.items():
                 assert not isinstance(score, RewardError), "the tree has none"
-                self._observer.ended(work.set_reward(name, score), unscored[name].attempt)
+                self._record_scored(work.set_reward(name, score), unscored[name].attempt)
+
+    def count_straggler(self, trajectory_id: str, limit_s: float) -> None:
+        """Count the running attempt of a trajectory that its group waits for no longer, if there is one."""
+        if (attempt := self.running.get(trajectory_id)) is not None:
+            late = TimeOver(f"its siblings have waited for it for rollout.straggler_wait_s = {limit_s:g}")
+            self._queue.groups.record_attempt_end(attempt.number, late, trajectory_id)
+
+    def _record_scored(self, trajectory: StoredTrajectory, attempt: int) -> None:
+        """Record a trajectory that has its outcome and reward; a branch is no attempt of its own."""
+        if trajectory.trajectory_id == root_of(trajectory.trajectory_id):
+            self._queue.groups.record_attempt_end(attempt, trajectory, trajectory.trajectory_id)
+        self._observer.ended(trajectory, attempt)
 
     def _record_attempt(self, failed: AsyncRLError | None) -> None:
         """Record how an attempt ended, and end the run if most of them fail."""

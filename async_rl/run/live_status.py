@@ -78,6 +78,7 @@ class LiveStatus:
             waits=self._waits,
             diagnosis=self._recent_diagnosis(),
             running=[] if manager is None else manager.trajectories.running.values(),
+            failures=() if queue is None else queue.groups.ledger.attempts.rows(),
         )
 
     def _recent_diagnosis(self) -> Diagnosis:

@@ -173,10 +173,10 @@ class Orchestrator:
                 end = await self._run_incarnation(incarnation)
             finally:
                 incarnation.recovered.write_and_close()
-            trajectories = queue.groups.ledger.counts()
+            trajectories, failures = queue.groups.ledger.counts(), queue.groups.ledger.attempts.rows()
             queue.close()
             if not isinstance(end, TrainerHandle):
-                return self.run_log.summary(trajectories, ended_s=end)
+                return self.run_log.summary(trajectories, ended_s=end, failures=failures)
             trainer_handle, failed_checkpoints = end, incarnation.checkpoints.num_failed
 
     @property

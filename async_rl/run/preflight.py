@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +38,7 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.trackers.choice import choose as choose_trackers
 from async_rl.rollout.loops import AgentLoops
 from async_rl.rollout.rewards.reward_calls import Rewards
+from async_rl.run.curriculum_order import opening_positions
 from async_rl.run.descriptor_needs import check_descriptors
 from async_rl.run.folder import check_run_folder
 from async_rl.run.memory_needs import describe_memory
@@ -177,6 +178,7 @@ def check_config(config: Config) -> list[str]:
         *_template_findings(chat),
         f"data: {len(tasks)} tasks",
         *(f"data: {_describe_dataset(dataset)}" for dataset in tasks.datasets),
+        *_curriculum_findings(config, tasks),
         *(f"validation: {_describe_dataset(dataset)}" for dataset in validation),
         *(f"agent loop: {name}, of {count} tasks" for name, count in used.items()),
         *loop_findings,
@@ -419,6 +421,15 @@ def _template_findings(chat: ChatFormat) -> list[str]:
         *(f"chat template: {finding}" for finding in rewritten),
         "chat template: sessions keep every turn as the policy wrote it, regardless of the template",
     ]
+
+
+def _curriculum_findings(config: Config, tasks: Sequence[Task]) -> list[str]:
+    if (settings := config.data.curriculum) is None:
+        return []
+    opens_at = opening_positions(settings, tasks)
+    pools = ", ".join(f"{pool.name} up to {pool.up_to:g}" for pool in settings.pools)
+    gated = "" if opens_at is None else f"; the gate lets in {sum(n <= 0 for n in opens_at)} tasks at once"
+    return [f"curriculum: {pools}; weights per task{gated}"]
 
 
 def _describe_dataset(dataset: Dataset) -> str:

@@ -27,9 +27,11 @@ from typing import Final, NamedTuple
 from async_rl.config import Config, QueueConfig
 from async_rl.data.dataset import order_of
 from async_rl.data.feeder import Feeder, TaskRetries
+from async_rl.data.order import DataOrder
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import AsyncRLError
 from async_rl.observability.metrics import Metrics
+from async_rl.run.curriculum_order import CurriculumOrder, result_lag
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.shortages import wait_out_shortage
 from async_rl.runtime.supervision import observer
@@ -228,7 +230,11 @@ class RecoveredState:
         self._every_s = config.queue.journal_s
         self.archive: Archive | None = None
         if config.run.keep_trajectories:
-            self.archive = Archive(run_dir / archive.FILE, config.run.keep_trajectories)
+            self.archive = Archive(
+                run_dir / archive.FILE,
+                config.run.keep_trajectories,
+                pass_reward=config.evaluation.pass_reward,
+            )
             self.archive.rollback(step)
         self.journal: Journal | None = None
         """The driver's own; None where `queue.journal_s` asks for none."""
@@ -260,6 +266,8 @@ class RecoveredState:
             retry_task=retries.retry_task,
             observer=self.archive,
             clock=clock,
+            pass_reward=config.evaluation.pass_reward,
+            result_lag=result_lag(config),
         )
         self.queue = TrajectoryQueue(
             self.groups,
@@ -268,7 +276,11 @@ class RecoveredState:
             read_batch=read_batch,
         )
         self.groups.restore_groups(self.journalled, flaws)
-        order = order_of(tasks, config.run.seed, config.data.shuffle)
+        order: DataOrder = (
+            order_of(tasks, config.run.seed, config.data.shuffle)
+            if config.data.curriculum is None
+            else CurriculumOrder(config, tasks, ledger, metrics)
+        )
         for left in tuple(self.groups.restored):
             if tasks[order.task_at(left.position)].task_id != left.task_id:
                 log.warning("group %s is dropped: the data has no task %s now", left.group_id, left.task_id)

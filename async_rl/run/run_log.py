@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.observability import evaluation_record as evaluations
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
+from async_rl.observability.failures import FailureRow
 from async_rl.observability.metrics import Metrics, observe_all, totals_of, value_of
 from async_rl.observability.records import (
     COUNTS,
@@ -259,11 +260,13 @@ class RunLogger:
             self._trackers.log_evaluation(record)
         return record
 
-    def summary(self, trajectories: TrajectoryCounts, ended_s: float) -> Summary:
+    def summary(
+        self, trajectories: TrajectoryCounts, ended_s: float, failures: Sequence[FailureRow] = ()
+    ) -> Summary:
         """Return the summary of the run, whose last step ended at this time on the clock."""
         assert self._run_begin_s is not None, "training has begun"
         config = self._config
-        return summarise(
+        summary = summarise(
             self.records,
             Totals(
                 trajectories=trajectories,
@@ -274,6 +277,7 @@ class RunLogger:
                 routing_merge=config.routing.merge if config.routing.from_engine else "off",
             ),
         )
+        return replace(summary, failures=failures)
 
     def _record(self, done: TrainedStep, report: SyncReport, queue: TrajectoryQueue) -> StepRecord:
         assert self._run_begin_s is not None, "training has begun"

@@ -21,6 +21,10 @@ _CONTROL: Final = re.compile(
 )
 
 
+MAX_LINE_CHARS: Final = 200
+"""The length of a line that stands for a whole error in a table."""
+
+
 def printable(text: str) -> str:
     r"""Return text with control characters as escapes: ESC as `\u001b`. In JSON this changes no value."""
     return _CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
@@ -32,6 +36,12 @@ def without_surrogates(text: str) -> str:
     The JSON that a policy writes may contain them, and no tokenizer, file or message can.
     """
     return text.encode(errors="replace").decode()
+
+
+def first_line(text: str) -> str:
+    """Return the first line of a text, cut to `MAX_LINE_CHARS`, without control characters."""
+    line = next(filter(None, map(str.strip, text.splitlines())), "")
+    return printable(line if len(line) <= MAX_LINE_CHARS else f"{line[: MAX_LINE_CHARS - 1]}…")
 
 
 def as_json(value: Any) -> str:

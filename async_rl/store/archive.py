@@ -30,7 +30,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from async_rl import codec
-from async_rl.errors import ConfigError
+from async_rl.errors import ConfigError, FailureKind
+from async_rl.observability.failures import kind_of_answer, kind_of_error
 from async_rl.types import StoredTrajectory, Trajectory, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 FILE: Final = "trajectories.sqlite"
 """The name in the run's folder."""
 
-_SCHEMA_VERSION = 2
+_SCHEMA_VERSION = 3
 
 _MAX_LOG_BYTES: Final = 16 << 20
 """The limit of the write-ahead log, after a large write."""
@@ -55,6 +56,7 @@ CREATE TABLE trajectories (
     attempt INTEGER NOT NULL,
     status TEXT NOT NULL,
     reason TEXT,                     -- why it was dropped, or the error
+    failure TEXT,                    -- the kind of failure; NULL where it succeeded
     step INTEGER,                    -- that trained it
     reward REAL,
     reward_parts TEXT NOT NULL,      -- JSON
@@ -111,6 +113,7 @@ class ArchiveRow(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     status: Status
     reason: str | None
+    failure: FailureKind | None
     step: int | None
     reward: float | None
     stop_reason: str
@@ -208,14 +211,23 @@ class InspectedTrajectories:
 class Archive(Observer):
     """Writes the archive of a run. All methods but `write_notes` are for the event loop's thread."""
 
-    def __init__(self, path: Path, keep: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        path: Path,
+        keep: int,
+        clock: Callable[[], float] = time.time,
+        *,
+        pass_reward: float = 1.0,
+    ) -> None:
         """Open or create the file.
 
         Args:
             path: The path of the file.
             keep: The number of newest trajectories to keep.
             clock: Returns seconds since 1970.
+            pass_reward: The least reward of an attempt that succeeds.
         """
+        self._pass_reward = pass_reward
         self._path = path
         self.inspected = InspectedTrajectories.of_archive(path)
         """The files of its trajectories."""
@@ -236,11 +248,12 @@ class Archive(Observer):
 
     def ended(self, trajectory: StoredTrajectory, attempt: int) -> None:
         """Implements `Observer.ended`."""
-        self._note("put", trajectory, attempt, "ended", None)
+        self._note("put", trajectory, attempt, "ended", None, kind_of_answer(trajectory, self._pass_reward))
 
     def failed(self, trajectory: StoredTrajectory, attempt: int, error: Exception) -> None:
         """Implements `Observer.failed`."""
-        self._note("put", trajectory, attempt, "failed", f"{type(error).__name__}: {error}")
+        why = f"{type(error).__name__}: {error}"
+        self._note("put", trajectory, attempt, "failed", why, kind_of_error(error))
 
     def queued(self, trajectory_ids: Iterable[str]) -> None:
         """Implements `Observer.queued`."""
@@ -314,7 +327,8 @@ class Archive(Observer):
         trajectory: StoredTrajectory,
         attempt: int,
         status: str,
-        why: Any,
+        why: str | None,
+        failure: FailureKind | None,
     ) -> None:
         name = trajectory.trajectory_id
         ((number,),) = database.execute("SELECT coalesce(max(number), 0) + 1 FROM trajectories")
@@ -325,7 +339,7 @@ class Archive(Observer):
             if earlier != attempt:
                 self.inspected.delete(name, earlier)
         database.execute(
-            f"INSERT INTO trajectories VALUES ({', '.join('?' * 18)})",
+            f"INSERT INTO trajectories VALUES ({', '.join('?' * 19)})",
             (
                 number,
                 name,
@@ -334,6 +348,7 @@ class Archive(Observer):
                 attempt,
                 status,
                 why,
+                failure,
                 None,
                 trajectory.reward,
                 msgspec.json.encode(trajectory.reward_parts).decode(),

@@ -16,7 +16,12 @@ position, except after a restart, a damaged frame or a drop with `retry`: then t
 is dispatched anew.
 
 The ledger also records what a restart must agree with: attempts, references to trajectories that ended,
-the batch of each step that the trainer acknowledged, and committed checkpoints.
+the batch of each step that the trainer acknowledged, and committed checkpoints. It counts how attempts ended,
+with the newest examples of each kind of failure; a restart does not undo that.
+
+**Draws by difficulty** (`data.curriculum`) count the result of the first group at each position, at a later
+position that is fixed when the result is recorded. A restart undoes neither results nor draws: what was drawn
+is dispatched again, and a second result of its position is ignored.
 
 **A restart at the checkpoint of step N** leaves in flight what was in flight (the journal has its tokens) and
 queued what was queued. What was trained after N is dropped as `restart` and its positions are pending. Its
@@ -41,6 +46,7 @@ a checkpoint that is newer than the ledger is refused.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -49,7 +55,8 @@ from pathlib import Path
 import msgspec
 
 from async_rl.codec import UNREADABLE
-from async_rl.errors import AsyncRLError, InvariantError
+from async_rl.errors import AsyncRLError, FailureKind, InvariantError
+from async_rl.observability.failures import SUCCESS, FailureExample
 from async_rl.observability.records import TrajectoryCounts
 from async_rl.store.ledger_tables import LedgerTables
 from async_rl.types import StoredTrajectory, root_of
@@ -72,6 +79,35 @@ class DataPosition(msgspec.Struct, frozen=True, kw_only=True):
     pending: tuple[int, ...] = ()
 
 
+class PendingTask(msgspec.Struct, frozen=True):
+    """The task of a position that is dispatched again."""
+
+    task_id: str
+    has_result: bool
+
+
+class GroupResult(msgspec.Struct, frozen=True, order=True):
+    """The result of the first group at a position, which the draw at `due` counts."""
+
+    due: int
+    position: int
+    task_id: str
+    scored: int
+    """Its trajectories that were scored."""
+    passed: int
+    """Those of them that passed."""
+
+
+class DrawnTask(msgspec.Struct, frozen=True):
+    """What draws have counted of one task."""
+
+    task_id: str
+    scored: float
+    passed: float
+    drawn: int
+    """The last position with it; -1 for none."""
+
+
 class GroupRecord(msgspec.Struct, kw_only=True, eq=False):
     """An outstanding group."""
 
@@ -90,6 +126,8 @@ class GroupRecord(msgspec.Struct, kw_only=True, eq=False):
     """How long it has waited for its stragglers."""
     has_branches: bool = False
     """Whether one of its trajectories has had branches."""
+    has_result: bool = False
+    """Whether this group, or an earlier one at its position, has a result for draws."""
 
     @property
     def root_ids(self) -> tuple[str, ...]:
@@ -108,7 +146,10 @@ class Ledger:
         """
         self._groups: dict[str, GroupRecord] = {}
         self._owner: dict[str, str] = {}  # group of each outstanding trajectory
-        self._pending: set[int] = set()
+        self._pending: dict[int, PendingTask] = {}
+        self._task_at: dict[int, str] = {}  # of outstanding groups and of the newest draw
+        self._newest_draw = -1
+        self._results: list[GroupResult] = []  # a heap
         self._cursor = 0
         self._folded_step = 0
         self._path = path
@@ -122,6 +163,8 @@ class Ledger:
         self._counts = dict.fromkeys(("dispatched", "in_flight", "queued", "trained"), 0)
         self._dropped: Counter[str] = Counter()
         self._tables = LedgerTables(path)
+        self.attempts = self._tables.count_attempts()
+        """The attempts that have ended, of all incarnations."""
         self._load()
 
     def record_dispatch(
@@ -144,14 +187,17 @@ class Ledger:
             position=position,
             weight_version=version,
             in_flight=set(trajectory_ids),
+            has_result=position in self._pending and self._pending[position].has_result,
         )
+        self._task_at[position] = task_id
         self._owner.update(dict.fromkeys(trajectory_ids, group_id))
         self._cursor = max(self._cursor, position + 1)
         self._counts["dispatched"] += len(trajectory_ids)
         self._counts["in_flight"] += len(trajectory_ids)
         self._tables.add_statement(
-            "INSERT INTO groups (group_id, task_id, position, weight_version) VALUES (?, ?, ?, ?)",
-            (group_id, task_id, position, version),
+            "INSERT INTO groups (group_id, task_id, position, weight_version, has_result) "
+            "VALUES (?, ?, ?, ?, ?)",
+            (group_id, task_id, position, version, self._groups[group_id].has_result),
         )
         for trajectory_id in trajectory_ids:
             self._tables.add_statement(
@@ -159,7 +205,7 @@ class Ledger:
                 (trajectory_id, group_id),
             )
         if position in self._pending:
-            self._pending.discard(position)
+            del self._pending[position]
             self._tables.add_statement("DELETE FROM pending WHERE position = ?", (position,))
         self._tables.end_change()
 
@@ -196,6 +242,25 @@ class Ledger:
         self._tables.add_statement(
             "UPDATE trajectories SET attempt = ? WHERE trajectory_id = ?", (attempt, trajectory_id)
         )
+        self._tables.end_change()
+
+    def record_attempt_end(
+        self, failure_kind: FailureKind | None, trajectory_id: str, attempt: int, error: str = ""
+    ) -> None:
+        """Count an attempt that has ended, whatever becomes of its trajectory.
+
+        Args:
+            failure_kind: Why it did not succeed; None if it did.
+            trajectory_id: Its trajectory.
+            attempt: Its number, from 1.
+            error: The first line of its error, or how its answer was scored.
+        """
+        kind, example = failure_kind or SUCCESS, None
+        self.attempts.numbers[kind] += 1
+        if failure_kind is not None:
+            example = FailureExample(trajectory_id=trajectory_id, attempt=attempt, error=error)
+            self.attempts.add_example(failure_kind, example)
+        self._tables.add_attempt(kind, self.attempts.numbers[kind], example)
         self._tables.end_change()
 
     def record_straggling(self, group_id: str, straggled_s: float) -> None:
@@ -316,7 +381,7 @@ class Ledger:
                 del self._owner[trajectory_id]
             self._counts["queued"] -= len(group.queued)
             self._counts["trained"] += len(group.queued)
-            del self._groups[group.group_id]
+            self._forget_group(group)
         self._step = step
         self._tables.add_statement("INSERT OR REPLACE INTO steps VALUES (?, ?)", (step, batch_id))
         self._tables.end_change()
@@ -354,9 +419,9 @@ class Ledger:
             self._counts[state] -= 1
             self._drop(trajectory_id, reason)
             if not group.in_flight and not group.queued:
-                del self._groups[group.group_id]
+                self._forget_group(group)
                 if retry or reason in REDISPATCHED:
-                    self._make_pending(group.position)
+                    self._make_pending(group.position, PendingTask(group.task_id, group.has_result))
         self._tables.end_change()
 
     def rollback(self, step: int) -> DataPosition:
@@ -383,13 +448,13 @@ class Ledger:
             )
         self.flush()
         undone = self._tables.query_rows(
-            "SELECT trajectory_id, position FROM trajectories JOIN groups USING (group_id) "
-            "WHERE state = 'trained' AND step > ?",
+            "SELECT trajectory_id, position, task_id, has_result FROM trajectories JOIN groups "
+            "USING (group_id) WHERE state = 'trained' AND step > ?",
             (step,),
         )
-        for trajectory_id, position in undone:
+        for trajectory_id, position, task_id, has_result in undone:
             self._drop(trajectory_id, "restart")
-            self._make_pending(position)
+            self._make_pending(position, PendingTask(task_id, bool(has_result)))
         self._counts["trained"] -= len(undone)
         for group in self._groups.values():
             self._cap_versions(group, step)
@@ -418,6 +483,74 @@ class Ledger:
             self._tables.add_statement("DELETE FROM meta WHERE key = ?", (f"restart {number}",))
         self.restarts[self.incarnation] = step
         self._tables.add_statement("INSERT INTO meta VALUES (?, ?)", (f"restart {self.incarnation}", step))
+
+    # -- draws by difficulty -------------------------------------------------------------------------------
+
+    def record_result(self, group_id: str, scored: int, passed: int, lag: int) -> None:
+        """Record the result of a group for later draws, unless its position has one.
+
+        The draw `lag` positions after it counts it or, if that was made, the next one: so draws do not depend
+        on when groups end, as long as none ends later.
+
+        Args:
+            group_id: An outstanding group.
+            scored: Its trajectories that were scored.
+            passed: Those of them that passed.
+            lag: The number of positions.
+
+        Raises:
+            InvariantError: When the group is settled or unknown.
+        """
+        group = self._outstanding(group_id)
+        if group.has_result or not scored:
+            return
+        group.has_result = True
+        result = GroupResult(
+            max(group.position + lag, self._cursor, self._newest_draw + 1),
+            group.position,
+            group.task_id,
+            scored,
+            passed,
+        )
+        heapq.heappush(self._results, result)
+        self._tables.add_statement("UPDATE groups SET has_result = 1 WHERE group_id = ?", (group_id,))
+        self._tables.add_statement(
+            "INSERT INTO results (due, position, task_id, scored, passed) VALUES (?, ?, ?, ?, ?)",
+            msgspec.structs.astuple(result),
+        )
+        self._tables.end_change()
+
+    def due_results(self, position: int) -> list[GroupResult]:
+        """Remove and return the results that the draw of a position counts; `record_draw` must follow."""
+        due = []
+        while self._results and self._results[0].due <= position:
+            due.append(heapq.heappop(self._results))
+        return due
+
+    def record_draw(self, position: int, task_id: str, changed: Iterable[DrawnTask]) -> None:
+        """Record the task of a new position, and what its draw has counted."""
+        self._newest_draw = position
+        self._task_at[position] = task_id
+        self._tables.add_statement("DELETE FROM drawn")
+        self._tables.add_statement("INSERT INTO drawn VALUES (?, ?)", (position, task_id))
+        self._tables.add_statement("DELETE FROM results WHERE due <= ?", (position,))
+        for each in changed:
+            self._tables.add_statement(
+                "INSERT OR REPLACE INTO tasks VALUES (?, ?, ?, ?)", msgspec.structs.astuple(each)
+            )
+        self._tables.end_change()
+
+    def task_at(self, position: int) -> str | None:
+        """Return the task of a position that is outstanding, pending or drawn last; None for another one."""
+        if (pending := self._pending.get(position)) is not None:
+            return pending.task_id
+        return self._task_at.get(position)
+
+    def drawn_tasks(self) -> list[DrawnTask]:
+        """Return what draws have counted of each task, as far as it is written."""
+        return [DrawnTask(*row) for row in self._tables.query_rows("SELECT * FROM tasks")]
+
+    # -- the state ------------------------------------------------------------------------------------------
 
     def counts(self) -> TrajectoryCounts:
         """Count all trajectories by state.
@@ -478,9 +611,17 @@ class Ledger:
 
     def _load(self) -> None:
         """Load the state from the tables."""
-        self._pending.update(
-            position for (position,) in self._tables.query_rows("SELECT position FROM pending")
-        )
+        for position, task_id, has_result in self._tables.query_rows("SELECT * FROM pending"):
+            self._pending[position] = PendingTask(task_id, bool(has_result))
+        for position, task_id in self._tables.query_rows("SELECT * FROM drawn"):
+            self._newest_draw = position
+            self._task_at[position] = task_id
+        self._results = [
+            GroupResult(*row)
+            for row in self._tables.query_rows(
+                "SELECT due, position, task_id, scored, passed FROM results ORDER BY due, position"
+            )
+        ]
         meta: dict[str, int] = dict(self._tables.query_rows("SELECT key, value FROM meta"))
         ((last,),) = self._tables.query_rows("SELECT max(position) FROM groups")
         self._cursor = max(meta.get("cursor", 0), 0 if last is None else last + 1)
@@ -502,10 +643,11 @@ class Ledger:
             self._counts[state] = getattr(stored, state)
         for trajectory_id, state, attempt, stored_entry, *columns in self._tables.query_rows(
             "SELECT trajectory_id, state, attempt, stored, group_id, task_id, position, weight_version, "
-            "straggled_s FROM trajectories JOIN groups USING (group_id) "
+            "straggled_s, has_result FROM trajectories JOIN groups USING (group_id) "
             "WHERE state IN ('in_flight', 'queued') ORDER BY trajectory_id"
         ):
-            group_id, task_id, position, version, straggled_s = columns
+            group_id, task_id, position, version, straggled_s, has_result = columns
+            self._task_at[position] = task_id
             group = self._groups.setdefault(
                 group_id,
                 GroupRecord(
@@ -514,6 +656,7 @@ class Ledger:
                     position=position,
                     weight_version=version,
                     straggled_s=straggled_s,
+                    has_result=bool(has_result),
                 ),
             )
             if stored_entry is not None:
@@ -550,9 +693,15 @@ class Ledger:
             (stored.reward, msgspec.msgpack.encode(stored), stored.trajectory_id),
         )
 
-    def _make_pending(self, position: int) -> None:
-        self._pending.add(position)
-        self._tables.add_statement("INSERT OR IGNORE INTO pending VALUES (?)", (position,))
+    def _forget_group(self, group: GroupRecord) -> None:
+        del self._groups[group.group_id]
+        self._task_at.pop(group.position, None)
+
+    def _make_pending(self, position: int, task: PendingTask) -> None:
+        self._pending[position] = task
+        self._tables.add_statement(
+            "INSERT OR IGNORE INTO pending VALUES (?, ?, ?)", (position, task.task_id, task.has_result)
+        )
 
     def _stored_counts(self) -> TrajectoryCounts:
         states, dropped = self._tables.count_by_state()

@@ -14,13 +14,14 @@ from __future__ import annotations
 import sqlite3
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from async_rl.errors import AsyncRLError, InvariantError
+from async_rl.observability.failures import NUM_EXAMPLES, AttemptCounts, FailureExample
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 Statement = tuple[str, Sequence[Any]]
 
@@ -34,7 +35,8 @@ CREATE TABLE groups (                -- each uses up a position
     task_id TEXT NOT NULL,
     position INTEGER NOT NULL,       -- place in the sequence of tasks
     weight_version INTEGER NOT NULL, -- nothing in the group was sampled by older weights
-    straggled_s REAL NOT NULL DEFAULT 0  -- how long it has waited for its stragglers
+    straggled_s REAL NOT NULL DEFAULT 0, -- how long it has waited for its stragglers
+    has_result INTEGER NOT NULL DEFAULT 0  -- whether its position has a row in results, or had one
 ) WITHOUT ROWID;
 CREATE TABLE trajectories (
     trajectory_id TEXT PRIMARY KEY,
@@ -50,7 +52,28 @@ CREATE TABLE trajectories (
 CREATE INDEX members ON trajectories (group_id);
 CREATE INDEX trained ON trajectories (step) WHERE state = 'trained';
 CREATE INDEX dropped ON trajectories (state) WHERE state = 'dropped';
-CREATE TABLE pending (position INTEGER PRIMARY KEY);
+CREATE TABLE pending (
+    position INTEGER PRIMARY KEY,
+    task_id TEXT NOT NULL,
+    has_result INTEGER NOT NULL      -- as that of its group
+);
+CREATE TABLE results (               -- of groups, until a draw counts them
+    position INTEGER PRIMARY KEY,
+    due INTEGER NOT NULL,            -- the first position whose draw counts it
+    task_id TEXT NOT NULL,
+    scored INTEGER NOT NULL,         -- trajectories
+    passed INTEGER NOT NULL
+);
+CREATE TABLE tasks (                 -- what draws have counted
+    task_id TEXT PRIMARY KEY,
+    scored REAL NOT NULL,
+    passed REAL NOT NULL,
+    drawn INTEGER NOT NULL           -- the last position with it
+) WITHOUT ROWID;
+CREATE TABLE drawn (                 -- the newest draw, which may not be dispatched yet
+    position INTEGER PRIMARY KEY,
+    task_id TEXT NOT NULL
+);
 CREATE TABLE steps (step INTEGER PRIMARY KEY, batch_id TEXT NOT NULL);
 CREATE TABLE checkpoints (step INTEGER PRIMARY KEY);
 CREATE TABLE folded (                -- trajectories that have no row any more
@@ -59,7 +82,23 @@ CREATE TABLE folded (                -- trajectories that have no row any more
     number INTEGER NOT NULL,
     PRIMARY KEY (state, reason)
 ) WITHOUT ROWID;
+CREATE TABLE attempts (              -- those that have ended; a restart undoes none
+    kind TEXT PRIMARY KEY,           -- of failure, or 'success'
+    number INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE examples (              -- the newest failed attempts of each kind
+    kind TEXT NOT NULL,
+    number INTEGER NOT NULL,         -- how many of the kind there were with it
+    trajectory_id TEXT NOT NULL,
+    attempt INTEGER NOT NULL,
+    error TEXT NOT NULL,             -- one line
+    PRIMARY KEY (kind, number)
+) WITHOUT ROWID;
 """
+
+
+_ATTEMPTS = "SELECT kind, number FROM attempts"
+_EXAMPLES = "SELECT kind, trajectory_id, attempt, error FROM examples ORDER BY kind, number"
 
 
 class LedgerTables:
@@ -209,6 +248,28 @@ class LedgerTables:
         for table in _OF_STEPS:
             self.add_statement(f"DELETE FROM {table} WHERE step > ?", (step,))
 
+    def add_attempt(self, kind: str, number: int, example: FailureExample | None) -> None:
+        """Count an attempt that has ended.
+
+        Args:
+            kind: Why it failed, or `SUCCESS`.
+            number: The number of attempts of this kind, with this one.
+            example: What to keep of it, in place of the oldest example of its kind.
+        """
+        self.add_statement("INSERT OR REPLACE INTO attempts VALUES (?, ?)", (kind, number))
+        if example is not None:
+            self.add_statement(
+                "DELETE FROM examples WHERE kind = ? AND number <= ?", (kind, number - NUM_EXAMPLES)
+            )
+            self.add_statement(
+                "INSERT INTO examples VALUES (?, ?, ?, ?, ?)",
+                (kind, number, example.trajectory_id, example.attempt, example.error),
+            )
+
+    def count_attempts(self) -> AttemptCounts:
+        """Return the attempts that have ended."""
+        return _counts_of(self.query_rows(_ATTEMPTS), self.query_rows(_EXAMPLES))
+
     def count_by_state(self) -> tuple[Counter[str], Counter[str]]:
         """Count trajectories by state, and the dropped ones by reason, including folded ones."""
         states: Counter[str] = Counter()
@@ -221,6 +282,33 @@ class LedgerTables:
             if reason is not None:
                 dropped[reason] += number
         return states, dropped
+
+
+def _counts_of(numbers: Iterable[tuple[Any, ...]], examples: Iterable[tuple[Any, ...]]) -> AttemptCounts:
+    counts = AttemptCounts()
+    counts.numbers.update(dict(numbers))
+    for kind, trajectory_id, attempt, error in examples:
+        example = FailureExample(trajectory_id=trajectory_id, attempt=attempt, error=error)
+        counts.add_example(kind, example)
+    return counts
+
+
+def read_attempts(path: Path) -> AttemptCounts:
+    """Return the attempts of a run that have ended, from its ledger; none if that cannot be read.
+
+    The run may be running: what it has not flushed is missing.
+    """
+    try:
+        database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+    except sqlite3.Error:
+        return AttemptCounts()
+    try:
+        with database:
+            return _counts_of(database.execute(_ATTEMPTS), database.execute(_EXAMPLES))
+    except sqlite3.Error:
+        return AttemptCounts()
+    finally:
+        database.close()
 
 
 def _cannot(what: str, path: Path, error: sqlite3.Error) -> AsyncRLError:

@@ -23,6 +23,14 @@ from types import MappingProxyType
 from typing import Protocol
 
 from async_rl.errors import InvariantError
+from async_rl.observability.failures import (
+    LABELS,
+    SUCCESS,
+    describe_answer,
+    describe_error,
+    kind_of_answer,
+    kind_of_error,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.waits import waiting
 from async_rl.staleness import Backlog, StalenessPolicy
@@ -98,6 +106,8 @@ class OutstandingGroups:
         retry_task: Callable[[int, str], bool] = lambda position, reason: False,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        pass_reward: float = 1.0,
+        result_lag: int | None = None,
     ) -> None:
         """Start without groups. Call `restore_groups` before anything else.
 
@@ -110,7 +120,11 @@ class OutstandingGroups:
                 the reason; returns whether the task will be dispatched again.
             observer: Receives what becomes of trajectories.
             clock: Returns monotonic seconds.
+            pass_reward: The least reward of an attempt that succeeds.
+            result_lag: The number of positions after which draws count the result of a group; None records no
+                results.
         """
+        self._result_lag = result_lag
         self.ledger = ledger
         self.spool = spool
         self.backlog = backlog
@@ -125,6 +139,7 @@ class OutstandingGroups:
         """Ready groups that are being packed: they are not dropped."""
         self._retry_task = retry_task
         self._observer = observer or Observer()
+        self._pass_reward = pass_reward
         self.clock = clock
         self._work: dict[str, GroupWork] = {}
         self._writing: set[str] = set()
@@ -414,6 +429,33 @@ class OutstandingGroups:
             self.backlog.remove_group(group_id)
             self.observe_wait("queue", self._ready.pop(group_id))
 
+    def record_attempt_end(self, attempt: int, end: StoredTrajectory | Exception, trajectory_id: str) -> None:
+        """Count an attempt by how it ended.
+
+        Args:
+            attempt: Its number, from 1.
+            end: The scored trajectory, or the error that ended the attempt.
+            trajectory_id: The id of the trajectory.
+        """
+        if isinstance(end, StoredTrajectory):
+            kind, error = kind_of_answer(end, self._pass_reward), describe_answer(end)
+        else:
+            kind, error = kind_of_error(end), describe_error(end)
+        self.ledger.record_attempt_end(kind, trajectory_id, attempt, error)
+        self.metrics.attempts_total.labels(kind or SUCCESS).inc()
+
+    def record_result(self, group_id: str, trajectories: Iterable[StoredTrajectory]) -> None:
+        """Record for later draws how many attempts of a group were scored and passed, if the run draws so."""
+        if self._result_lag is None:
+            return
+        rewards = [
+            each.reward
+            for each in trajectories
+            if each.reward is not None and root_of(each.trajectory_id) == each.trajectory_id
+        ]
+        passed = sum(reward >= self._pass_reward for reward in rewards)
+        self.ledger.record_result(group_id, len(rewards), passed, self._result_lag)
+
     def record_trained(self, batch: TakenBatch, step: int) -> None:
         """Record that a step has trained a batch; the next flush writes it, then deletes its frames."""
         self.ledger.record_trained(batch.group_ids, step, batch.batch_id)
@@ -563,10 +605,13 @@ def _count_from_ledger(metrics: Metrics, ledger: Ledger) -> None:
     metrics.trajectories_dispatched_total.reset()
     metrics.trajectories_trained_total.reset()
     metrics.trajectories_dropped_total.clear()
+    metrics.attempts_total.clear()
     metrics.trajectories_dispatched_total.inc(counts.dispatched)
     metrics.trajectories_trained_total.inc(counts.trained)
     for reason, number in counts.dropped.items():
         metrics.trajectories_dropped_total.labels(reason=reason).inc(number)
+    for kind in (SUCCESS, *LABELS):
+        metrics.attempts_total.labels(kind).inc(ledger.attempts.numbers[kind])
     # Evaluated at the scrape, and from now on: they add up with the counters at every moment.
     metrics.trajectories_in_flight.set_function(lambda: ledger.counts().in_flight)
     metrics.trajectories_queued.set_function(lambda: ledger.counts().queued)

@@ -110,6 +110,9 @@ async def test_the_page_shows_the_run_at_any_width(tab: Tab, width: int, dark: b
         assert "7 min" in await text_of(tab, "#slowest")
         assert await text_of(tab, "#slowest code") == "0190c2f4a0…"
         assert "5 of 8 groups are ready" in await text_of(tab, "#report")
+        failures = await text_of(tab, "#failures")
+        assert failures.split()[:4] == ["sandbox", "lost", "1,204", "12%"]
+        assert failures.count("no container left") == 3
         # Strings from a dataset are shown as text, not as markup.
         assert HOSTILE in await tab.evaluate("document.body.textContent")
         assert await tab.evaluate("document.querySelectorAll('img, main script').length") == 0

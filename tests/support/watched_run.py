@@ -10,6 +10,7 @@ import msgspec
 from async_rl.config import Config, parse_config
 from async_rl.observability.diagnosis import EngineView
 from async_rl.observability.endpoints import serve
+from async_rl.observability.failures import FailureExample, FailureRow
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.page.feed import Feed
 from async_rl.observability.page.routes import page_routes
@@ -62,6 +63,10 @@ def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
         )
         for i, wait in enumerate(waits)
     ]
+    lost = FailureExample(trajectory_id="0190c2f4a06b7e31", attempt=2, error=f"no container left {HOSTILE}")
+    lost_sandboxes = FailureRow(
+        kind="sandbox_lost", label="sandbox lost", number=1204, share="12%", examples=(lost,) * 3
+    )
     shown = Now(
         phase="training",
         state=state,
@@ -77,6 +82,7 @@ def now(step: int = 120, state: str = "moving", **changed: object) -> Now:
         report="train loop waits for a batch (0.4 s): 5 of 8 groups are ready, 12 in flight\n"
         "  <- group 0190c2f4: waits for its trajectories (38 s)\n"
         "  <- trajectory 0190c2f4a86b waits for tool search (7.1 s, limit 60 s)",
+        failures=[lost_sandboxes],
     )
     return msgspec.structs.replace(shown, **changed)
 

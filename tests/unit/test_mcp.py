@@ -17,7 +17,7 @@ import pytest
 from agent_loops.mcp import McpServer, McpServerSpec
 from agent_loops.tool_loop import ToolLoop
 from agent_loops.toolbox import Toolbox
-from async_rl.errors import ConfigError, EnvironmentNotReady, ToolError
+from async_rl.errors import ConfigError, EnvironmentNotReady, ToolBroken, ToolError
 from tests.support.scripted_session import ScriptedSession
 
 pytestmark = pytest.mark.real_time
@@ -89,7 +89,7 @@ async def test_tools_of_a_command_are_called_cut_and_restarted(monkeypatch: pyte
         with pytest.raises(ToolError, match=r"hang: no result within 0\.2 s$"):
             await tools["hang"].call({}, timeout_s=0.2)
         with pytest.raises(
-            ToolError, match=r"die: the connection to the MCP server .* broke during the call"
+            ToolBroken, match=r"die: the connection to the MCP server .* broke during the call"
         ):
             await tools["die"].call({}, timeout_s=LONG_S)
         # The next call has it started again; calls at the same time share the connection.
@@ -120,9 +120,9 @@ async def test_tools_of_a_url_are_called_with_the_key_and_after_the_server_was_g
             await McpServer(spec).__aenter__()
         assert "wrong-8" not in str(refused.value)
         monkeypatch.setenv("MY_KEY", "key-7")
-        with pytest.raises(ToolError, match="far_die: "):
+        with pytest.raises(ToolBroken, match="far_die: "):
             await tools["far_die"].call({}, timeout_s=5.0)
-    with pytest.raises(ToolError, match="far_add: "):
+    with pytest.raises(ToolBroken, match="far_add: "):
         await tools["far_add"].call({"a": 2}, timeout_s=0.5)
     async with http_server(port):
         assert await tools["far_add"].call({"a": 4}, timeout_s=LONG_S) == "5"
@@ -154,16 +154,16 @@ async def test_a_late_error_of_an_earlier_connection_leaves_the_new_one_open():
     async with asyncio.timeout(LONG_S), ByHand() as server:
         late = asyncio.ensure_future(server.call_tool("late", {}))
         await server.begun["late"].wait()
-        with pytest.raises(ToolError, match="broke during the call"):
+        with pytest.raises(ToolBroken, match="broke during the call"):
             await server.call_tool("now", {})
         held = asyncio.ensure_future(server.call_tool("held", {}))
         await server.begun["held"].wait()  # over the new connection
         server.fail["late"].set()
-        with pytest.raises(ToolError, match="broke during the call"):
+        with pytest.raises(ToolBroken, match="broke during the call"):
             await late
         assert server.state().endswith(": connected")
         server.fail["held"].set()
-        with pytest.raises(ToolError, match="broke during the call"):
+        with pytest.raises(ToolBroken, match="broke during the call"):
             await held
         assert server.state().endswith(": not connected")
 

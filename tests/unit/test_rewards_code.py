@@ -9,7 +9,7 @@ import pytest
 
 from agent_loops import sandbox
 from agent_loops.rewards_code import cases_of, code_tests, program_of
-from async_rl.errors import EnvironmentNotReady
+from async_rl.errors import SandboxLost
 from tests.support.reward_functions import make_completion
 from tests.support.scripted_session import make_task
 
@@ -214,7 +214,7 @@ async def test_a_sandbox_that_does_not_start_is_no_failed_test(
     await code_tests(make_task(answer="assert True"), make_completion("pass"), **limits)  # it was checked
     monkeypatch.setattr(sandbox, "sandbox_command", lambda _: (["/bin/sh", "-c", start], None))
     monkeypatch.setattr(sandbox, "START_S", 1.0)
-    with pytest.raises(EnvironmentNotReady, match="sandbox"):
+    with pytest.raises(SandboxLost, match="sandbox"):
         await code_tests(make_task(answer=answer), make_completion("print(1)"), **limits)
 
 

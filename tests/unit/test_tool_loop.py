@@ -7,7 +7,9 @@ import pytest
 from agent_loops import tools
 from agent_loops.single_turn import SingleTurnLoop
 from agent_loops.tool_loop import ToolLoop
-from async_rl.errors import ConfigError, PromptTooLong
+from async_rl.errors import ConfigError, PromptTooLong, SandboxLost, ToolBroken
+from async_rl.observability.failures import kind_of_error
+from async_rl.runtime.supervision import first_error
 from async_rl.runtime.waits import Waits, acting
 from async_rl.types import StopReason, Task
 from tests.support.scripted_session import ScriptedSession
@@ -277,8 +279,9 @@ async def test_state_is_released_when_it_is_made_after_the_end_of_the_trajectory
         with pytest.raises(asyncio.CancelledError):
             await trajectory
     else:
-        await trajectory
-        assert session.tool_results == ["Error: slow: cannot be set up: TimeoutError"]
+        with pytest.raises(ExceptionGroup) as raised:
+            await trajectory
+        assert isinstance(first_error(raised.value), ToolBroken)
     async with asyncio.timeout(60):
         await _hanging.wait()
     assert noted == ["create", "release 0"]
@@ -318,10 +321,57 @@ class Stuck(Counter):
         raise OSError("cannot let go")
 
 
-async def test_policy_reads_the_error_when_a_state_cannot_be_made(noted: list[str]):
-    session = ScriptedSession(call("broken"), "done")
-    await run(make_loop("Broken"), session)
-    assert session.tool_results == ["Error: broken: cannot be set up: no disk"]
+async def test_attempt_fails_when_a_state_cannot_be_made(noted: list[str]):
+    session = ScriptedSession(call("counter") + call("broken"), "done")
+    with pytest.raises(ExceptionGroup) as raised:
+        await run(make_loop("Counter", "Broken"), session)
+    cause = first_error(raised.value)
+    assert isinstance(cause, ToolBroken)
+    assert str(cause) == "broken: cannot be set up: no disk"
+    assert noted[-1] == "release 1"
+    assert session.tool_results == []
+
+
+async def fails(how: str) -> str:
+    """Fail.
+
+    Args:
+        how: In which way.
+    """
+    raise {
+        "call": ValueError("no such city"),
+        "bug": AttributeError("'NoneType' object has no attribute 'city'"),
+        "broken": ToolBroken("the index is gone"),
+        "sandbox": SandboxLost("no container left"),
+    }[how]
+
+
+@pytest.mark.parametrize(
+    ("how", "told", "fault"),
+    [
+        ("call", "Error: fails: ValueError: no such city", ""),
+        (
+            "bug",
+            "Error: fails: AttributeError: 'NoneType' object has no attribute 'city'",
+            "fails: AttributeError: 'NoneType' object has no attribute 'city'",
+        ),
+    ],
+)
+async def test_policy_reads_what_a_tool_raised_and_its_faults_are_recorded(how: str, told: str, fault: str):
+    session = ScriptedSession(call("fails", f'{{"how": "{how}"}}'), "done")
+    await run(make_loop("fails"), session)
+    assert session.tool_results == [told]
+    assert session.tool_faults == [fault]
+
+
+@pytest.mark.parametrize("how", ["broken", "sandbox"])
+async def test_attempt_fails_when_a_tool_says_that_it_does_not_work(how: str):
+    session = ScriptedSession(call("fails", f'{{"how": "{how}"}}'), "done")
+    with pytest.raises(ExceptionGroup) as raised:
+        await run(make_loop("fails"), session)
+    cause = first_error(raised.value)
+    assert kind_of_error(cause) == {"broken": "tool_broken", "sandbox": "sandbox_lost"}[how]
+    assert session.tool_calls == ["error"]
 
 
 async def test_other_states_are_released_when_one_cannot_be(

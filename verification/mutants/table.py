@@ -81,6 +81,17 @@ def tasks_are_skipped(original, feeder):
     return (original(feeder), original(feeder))[1]
 
 
+@breaks("async_rl.store.ledger:Ledger.record_result", "simulation/curriculum", "unit/curriculum")
+def results_count_as_soon_as_they_come(original, ledger, group_id, scored, passed, lag):
+    """Draws depend on when groups end."""
+    return original(ledger, group_id, scored, passed, 0)
+
+
+@breaks("async_rl.store.ledger_tables:LedgerTables.add_attempt", "simulation/failure_kinds", "unit/failures")
+def attempts_are_not_recorded(original, *args, **named):
+    """The table of failures begins anew with each process."""
+
+
 @breaks("async_rl.staleness:may_admit", "property/staleness_properties", "unit/staleness")
 def a_batch_too_many_is_admitted(original, outstanding, groups_per_batch, *rest, **named):
     """One batch more is outstanding than versions can consume in time."""

@@ -26,6 +26,7 @@ from verification.simulation.faults import fault_table
 from verification.simulation.scenario import (
     Scenario,
     branching,
+    by_difficulty,
     draw,
     evaluating,
     peaceful,
@@ -112,6 +113,7 @@ def _evaluating(scenario: Scenario) -> Scenario:
 
 
 KINDS: Final[dict[str, tuple[Callable[[Scenario], Scenario], str]]] = {
+    "curriculum": (by_difficulty, "with tasks that are drawn by their difficulty"),
     "branches": (branching, "with agent loops that branch; with --workers and --models every other one does"),
     "shared": (sharing, "on devices that engines and trainer share"),
     "models": (with_models, "with a teacher"),

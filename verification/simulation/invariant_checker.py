@@ -176,6 +176,8 @@ class InvariantChecker:
         self._held = CompactSet()
         """The positions of which such a group was trained."""
         self._num_positions = 0
+        self._tasks_at: dict[int, str] = {}
+        """The task of each position, which no restart and no retry changes."""
         self._unseen_before = self._skipped_before = 0
         """What the law of conservation lacks since the last power cut, which undoes what was counted."""
         self._newest = self._saved = 0
@@ -707,10 +709,12 @@ class InvariantChecker:
         fates: dict[str, tuple[int, set[str]]] = {}
         listed: dict[str, set[str]] = {}
         self.decided("settle", settled, folded, *sorted(pending))
-        for name, group, position, state, step, reason, stored, version, attempt in rows:
+        for name, group, position, state, step, reason, stored, version, attempt, task in rows:
             if position is None:
                 self.fail(f"trajectory {name} belongs to no group")
                 continue
+            if self._tasks_at.setdefault(position, task) != task:
+                self.fail(f"position {position} had the task {self._tasks_at[position]}, and now has {task}")
             who = *self._numbered("trajectory", name), *self._numbered("group", group)
             fate = *self._numbered("state", state), *self._numbered("reason", reason)
             self.decided("state", *who, *fate, position, -1 if step is None else step, version, attempt)
@@ -789,6 +793,7 @@ class InvariantChecker:
         for position in (*range(cursor, self._num_positions), *(at for at, _ in self._fates.values())):
             self._used.discard(position)
             self._held.discard(position)
+        self._tasks_at = {at: task for at, task in self._tasks_at.items() if at < cursor}
         self._num_positions = cursor
         self._skipped_before = self._check_positions(pending)
 
@@ -920,7 +925,7 @@ def _read_ledger(run_dir: Path) -> tuple[list[tuple[Any, ...]], set[int], int, i
     try:
         rows = database.execute(
             "SELECT t.trajectory_id, t.group_id, g.position, t.state, t.step, t.reason, t.stored, "
-            "g.weight_version, t.attempt "
+            "g.weight_version, t.attempt, g.task_id "
             "FROM trajectories t LEFT JOIN groups g USING (group_id) ORDER BY t.trajectory_id"
         ).fetchall()
         pending = {position for (position,) in database.execute("SELECT position FROM pending")}

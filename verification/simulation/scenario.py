@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from async_rl.config import (
     Config,
+    CurriculumConfig,
     EvaluationConfig,
     FrozenModelConfig,
     FunctionReward,
@@ -238,6 +239,19 @@ def branching(scenario: Scenario) -> Scenario:
         ]
         tasks.append(replace(task, metadata={**task.metadata, "turns": turns}))
     return replace(scenario, config=replace(scenario.config, rollout=rollout), tasks=tuple(tasks))
+
+
+def by_difficulty(scenario: Scenario) -> Scenario:
+    """The same with tasks that are drawn by their success rates, and let in one after the other."""
+    rng = random.Random(f"curriculum {scenario.seed}")
+    curriculum = CurriculumConfig(
+        memory=rng.choice((0.0, 0.5, 1.0)),
+        warm_up=rng.choice((0, 0, 10)),
+        gate=rng.choice((None, "verification.simulation.users:opens_at")),
+    )
+    data = replace(scenario.config.data, curriculum=curriculum)
+    evaluation = replace(scenario.config.evaluation, pass_reward=0.5)
+    return replace(scenario, config=replace(scenario.config, data=data, evaluation=evaluation))
 
 
 def sharing(scenario: Scenario) -> Scenario:

@@ -239,6 +239,12 @@ class TreeLoop(TurnsLoop):
             reward_source.reset(before)
 
 
+def opens_at(task: Task) -> int:
+    """Let in half of the tasks one after the other."""
+    draws = zlib.crc32(task.task_id.encode()) % 40
+    return max(0, draws - 20)
+
+
 async def reward(task: Task, completion: Completion) -> float:
     """A function of the text; fails for half of them or takes long where the script says so."""
     await _take_long(task, completion)

@@ -15,11 +15,13 @@ from async_rl.cli.inspection.trajectory_view import Decode, decoder, token_numbe
 from async_rl.config import Config, load_config
 from async_rl.data.chat_format import load_chat_format
 from async_rl.errors import ConfigError
+from async_rl.observability.console_report import failure_pairs
 from async_rl.observability.formatting import abbreviate_ids
-from async_rl.observability.text_console import TextConsole
+from async_rl.observability.text_console import TextConsole, pairs
 from async_rl.run.folder import find_run_folder
 from async_rl.runtime.printable import print_text
 from async_rl.store.archive import FILE, ArchiveEvent, ArchiveReader, ArchiveRow
+from async_rl.store.ledger_tables import read_attempts
 
 Order = Literal["newest", "longest", "most-interrupted", "reward", "slowest"]
 ORDERS: Final[dict[Order, str]] = {
@@ -36,6 +38,7 @@ _CONDITIONS: Final = {
     "status": "status = ?",
     "reason": "instr(lower(reason), lower(?))",
     "task": "task_id = ?",
+    "failure": "failure = ?",
     "min_reward": "reward >= ?",
     "max_reward": "reward <= ?",
 }
@@ -105,6 +108,9 @@ def _print_table(
             f"`async-rl inspect {run_dir} TRAJECTORY` shows one in full",
             soft_wrap=True,
         )
+    if failures := read_attempts(run_dir / "ledger.sqlite").rows():
+        console.print(Text("\nwhy attempts of the run did not succeed", style="bold"))
+        console.print(pairs(failure_pairs(failures)))
 
 
 def _print_one(

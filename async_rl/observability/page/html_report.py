@@ -26,6 +26,7 @@ from async_rl.errors import ConfigError
 from async_rl.observability.console_report import REPORT_FILE
 from async_rl.observability.evaluation_record import FILE as EVALUATIONS
 from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
+from async_rl.observability.failures import FailureRow
 from async_rl.observability.formatting import compact, format_duration
 from async_rl.observability.page import CHART_SCRIPTS, STATIC, STYLES
 from async_rl.observability.page.charts import sections, sft_sections
@@ -93,12 +94,13 @@ class RunFiles(msgspec.Struct, frozen=True, kw_only=True):
     versions: Mapping[str, str]
 
 
-def write_report(run_dir: Path, out: Path | None = None) -> Path:
+def write_report(run_dir: Path, out: Path | None = None, failures: Sequence[FailureRow] = ()) -> Path:
     """Write a run's report, readable by the run's user only, like all files of a run.
 
     Args:
         run_dir: The run folder.
         out: The file to write; None takes `report.html` in the folder.
+        failures: Why attempts did not succeed, from the run's ledger.
 
     Returns:
         The path of the report.
@@ -106,7 +108,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
         ConfigError: The folder is no run's, its files are not ours, or the report cannot be written.
     """
-    page = render(read_run(run_dir), datetime.now(UTC))
+    page = render(read_run(run_dir), datetime.now(UTC), failures)
     path = run_dir / REPORT_FILE if out is None else out
     try:
         with private_files():
@@ -219,7 +221,7 @@ def redacted(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): shown(str(key), value) for key, value in tree.items()}
 
 
-def render(run: RunFiles, now: datetime) -> str:
+def render(run: RunFiles, now: datetime, failures: Sequence[FailureRow] = ()) -> str:
     """Return the report as HTML."""
     records = run.records
     step, max_steps = _progress(records, run.sft_records, run.config)
@@ -252,6 +254,7 @@ def render(run: RunFiles, now: datetime) -> str:
         recent_names=names,
         recent=rows,
         extremes=records[-1].extremes if records else (),
+        failures=failures,
         cause=_cause(run),
         config_text=yaml12.dump(run.config),
         compact=compact,

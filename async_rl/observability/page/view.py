@@ -9,6 +9,7 @@ from typing import Final, Protocol
 import msgspec
 
 from async_rl.observability.diagnosis import Diagnosis, EngineView, phrase
+from async_rl.observability.failures import FailureRow
 from async_rl.observability.formatting import abbreviate_ids
 from async_rl.observability.page.tiles import FlowStage, stages
 from async_rl.observability.records import Figure, StepRecord, TrajectoryCounts, seconds_left
@@ -88,6 +89,8 @@ class Now(msgspec.Struct, frozen=True, kw_only=True):
     slowest: Sequence[SlowTrajectory]
     report: str
     """What the run waits for, in the words of `async-rl doctor`."""
+    failures: Sequence[FailureRow] = ()
+    """Why attempts of the whole run did not succeed."""
 
 
 def look(
@@ -101,6 +104,7 @@ def look(
     waits: Waits,
     diagnosis: Diagnosis,
     running: Iterable[InProgress],
+    failures: Sequence[FailureRow] = (),
 ) -> Now:
     """Return the present state of the run."""
     by_state: dict[str, int] = {}
@@ -128,6 +132,7 @@ def look(
         engines_by_state=by_state,
         slowest=slowest(running, waits),
         report=_report(diagnosis),
+        failures=failures,
     )
 
 

@@ -26,7 +26,14 @@ from typing import Any, Final, Protocol, TypeVar
 import aiohttp
 
 from async_rl.config import Config, FunctionReward, HttpReward, JudgeReward, RewardConfig
-from async_rl.errors import ConfigError, EnvironmentNotReady, RewardError, RewardUnavailable
+from async_rl.errors import (
+    ConfigError,
+    EnvironmentNotReady,
+    FailureKind,
+    RewardError,
+    RewardUnavailable,
+    SandboxLost,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.rollout.rewards.http_rewards import (
     RewardClient,
@@ -333,12 +340,16 @@ class _Reward:
             raise RewardUnavailable(f"reward {name} is unavailable: {error}", error.after_s) from error
         except Exception as error:
             kind = RewardUnavailable if _is_infrastructure(error) else RewardError
+            failure_kind: FailureKind = "sandbox_lost" if isinstance(error, SandboxLost) else "other"
             if isinstance(error, TimeoutError) and scope.expired():
                 why = f"took more than {self._limit_key} = {limit_s}: raise it or make it faster"
                 why = "was ended by the stall doctor: bound its own waits" if wait.cut else why
+                failure_kind = "time_over"
             else:
                 why = f"raised {type(error).__name__}: {error}"
-            raise kind(f"reward {name} {why}") from error
+            failure = kind(f"reward {name} {why}")
+            failure.failure_kind = failure_kind
+            raise failure from error
         finally:
             self._metrics.reward_seconds.labels(name).observe(self._clock() - since_s)
 
@@ -369,7 +380,9 @@ def _is_infrastructure(error: BaseException | None) -> bool:
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
-        if isinstance(error, OSError | MemoryError | EnvironmentNotReady | aiohttp.ClientConnectionError):
+        if isinstance(
+            error, OSError | MemoryError | EnvironmentNotReady | SandboxLost | aiohttp.ClientConnectionError
+        ):
             return True  # TimeoutError and the death of a worker process are OSErrors
         seen.add(id(error))
         error = error.__cause__ or error.__context__

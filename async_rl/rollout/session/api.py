@@ -190,7 +190,13 @@ class Session(Protocol):
         ...
 
     def record_tool_call(
-        self, *, error: bool, tool: str = "unnamed", seconds: float = 0.0, waited_s: float = 0.0
+        self,
+        *,
+        error: bool,
+        tool: str = "unnamed",
+        seconds: float = 0.0,
+        waited_s: float = 0.0,
+        fault: str = "",
     ) -> None:
         """Count one tool call in the outcome and the metrics, and whether it failed.
 
@@ -199,6 +205,8 @@ class Session(Protocol):
             tool: The tool's name, which becomes a label: one of a few, never text that the policy wrote.
             seconds: How long the call took.
             waited_s: How long it waited for other calls before it began.
+            fault: What is wrong with the tool itself; empty if nothing is. If the answer does not pass, the
+                attempt counts as `tool_broken`.
         """
         ...
 

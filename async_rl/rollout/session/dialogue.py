@@ -69,6 +69,8 @@ class Dialogue:
     num_tool_errors: int = 0
     reported: dict[str, float] = field(default_factory=dict)
     """What the loop said of the outcome."""
+    tool_fault: str = ""
+    """The first line of what was first wrong with a tool itself; empty if nothing was."""
 
     def copy(self) -> Dialogue:
         """Return a copy for a branch, which inherits all turns so far."""

@@ -34,7 +34,7 @@ from async_rl.rollout.session.dialogue import Dialogue, UnreadMessages
 from async_rl.rollout.session.tokenising import MAX_BLOCKING_BYTES, can_fit, size_of
 from async_rl.rollout.session.tokens import GrowingText
 from async_rl.rollout.session.transcript import Transcript
-from async_rl.runtime.printable import as_json
+from async_rl.runtime.printable import as_json, first_line
 from async_rl.runtime.reward_values import MAX_REWARD, reward_value
 from async_rl.runtime.serving_clock import ServingClock
 from async_rl.runtime.waits import waiting
@@ -399,11 +399,18 @@ class RolloutSession:
         return self._context.chat.template
 
     def record_tool_call(
-        self, *, error: bool, tool: str = "unnamed", seconds: float = 0.0, waited_s: float = 0.0
+        self,
+        *,
+        error: bool,
+        tool: str = "unnamed",
+        seconds: float = 0.0,
+        waited_s: float = 0.0,
+        fault: str = "",
     ) -> None:
         """Implements `api.Session.record_tool_call`."""
         self._dialogue.num_tool_calls += 1
         self._dialogue.num_tool_errors += error
+        self._dialogue.tool_fault = self._dialogue.tool_fault or first_line(fault)
         metrics = self._context.metrics
         tool = metrics.tool_label(tool)
         metrics.tool_calls_total.labels(tool, "error" if error else "ok").inc()
@@ -839,6 +846,7 @@ class RolloutSession:
                 num_turns=len(self._dialogue.turns),
                 num_tool_calls=self._dialogue.num_tool_calls,
                 num_tool_errors=self._dialogue.num_tool_errors,
+                tool_fault=self._dialogue.tool_fault,
                 num_interruptions=tokens.num_interruptions,
                 num_resumes=tokens.num_resumes,
                 num_failovers=tokens.num_failovers,

@@ -42,7 +42,8 @@ from async_rl import errors as errors_of
 from async_rl.engine_protocol import EngineAddress
 from async_rl.engines.cache_limit import LimitReason
 from async_rl.engines.lease import EngineGrant
-from async_rl.errors import AsyncRLError, CorruptFrame, WorkerLost
+from async_rl.errors import AsyncRLError, CorruptFrame, FailureKind, WorkerLost
+from async_rl.observability.failures import kind_of_error
 from async_rl.rollout.attempt import AttemptEnd, user_frames
 from async_rl.runtime.listeners import RepeatFilter
 from async_rl.runtime.printable import without_surrogates
@@ -313,6 +314,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The lines of user code that raised its cause."""
     shortage: int | None = None
     """The `errno` if a shortage of descriptors or space was the cause, which the driver waits out."""
+    failure_kind: FailureKind = "other"
+    """What an attempt that it ends counts as."""
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -324,6 +327,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             text=without_surrogates(text),  # user code may quote what the policy wrote
             frames=without_surrogates(user_frames(error)),
             shortage=shortage_number(error),
+            failure_kind=kind_of_error(error),
         )
 
     @property
@@ -334,6 +338,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
             error = kind(self.text)
         else:
             error = AsyncRLError(f"in a rollout worker: {self.text}")
+        error.failure_kind = self.failure_kind
         if self.frames:
             error.add_note(self.frames)
         if self.shortage is not None:

@@ -76,6 +76,13 @@ function showNow(now) {
     [stage.label, "text"], load(stage.count, dispatched, `t${stage.tone}`), [whole.format(stage.count), "n"], [stage.share, "n"],
   ]));
 
+  $("failures-card").hidden = now.failures.length === 0;
+  rows("failures", now.failures.map((one) => [
+    [one.label, "text"], [whole.format(one.number), "n"], [one.share, "n"],
+    element("ul", "examples", ...one.examples.map((example) =>
+      element("li", "", element("code", "", example.trajectory_id), ` ${example.error}`))),
+  ]));
+
   const most = Math.max(...now.engines.map((engine) => engine.calls), 0);
   text("engines-states", Object.entries(now.engines_by_state).map(([state, count]) => `${count} ${state}`).join(", "));
   rows("engines", now.engines.map((engine) => [
