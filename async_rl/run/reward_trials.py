@@ -7,7 +7,7 @@
 ```
 
 A wrong score is an error for rewards of this project (`agent_loops.rewards*`), and a warning for users' ones,
-which may know better. Rewards that ask a server or a judge are not tried.
+which may know better. Rewards that ask a server or a judge, or that the agent loop reports, are not tried.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ _OTHER_DIGIT: Final = dict(zip("0123456789", "1234567898", strict=True))
 _SHIPPED: Final = "agent_loops.rewards"
 _OF_TESTS: Final = "agent_loops.rewards_code:"
 """Rewards whose answers are tests, which no completion can quote."""
+_OF_LOOPS: Final = "agent_loops.environment:"
+"""Rewards that return what the agent loop has reported."""
 
 
 def try_rewards(config: Config, sets: Mapping[str, Iterable[Task]]) -> list[str]:
@@ -86,6 +88,8 @@ class _Trial:
         if not isinstance(settings, FunctionReward):
             return [f"reward: {name} was not tried on examples, because it calls a server or a model"]
         function = settings.function
+        if function.startswith(_OF_LOOPS):
+            return [f"reward: {name} was not tried on examples, because the agent loop reports it"]
         problems = [
             f"task {task.task_id} of {place}: {problem}"
             for place, task in tasks
