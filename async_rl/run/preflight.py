@@ -345,11 +345,9 @@ def require_tasks(config: Config) -> None:
     if config.sft.path is not None:
         raise ConfigError(
             "the config has sft.path and no data.path, so it is one for `async-rl sft`: run that, or set "
-            "data.path to a .jsonl or .parquet file of tasks"
+            "data.path to a dataset of tasks"
         )
-    raise ConfigError(
-        "data.path and data.datasets are both missing: set data.path to a .jsonl or .parquet file of tasks"
-    )
+    raise ConfigError("data.path and data.datasets are both missing: set data.path to a dataset of tasks")
 
 
 def _loops_of_evaluation(config: Config, loops: AgentLoops, answering: Set[str | None]) -> list[Any]:

@@ -9,6 +9,7 @@ error instead, because skipped tests go unnoticed there; a service of others tha
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -106,6 +107,10 @@ def _apt() -> str:
     return f"there is no {' and no '.join(missing)}" if missing else ""
 
 
+def _package(name: str) -> Callable[[], str]:
+    return lambda: "" if importlib.util.find_spec(name) else f"the package {name} is not installed"
+
+
 NEEDS = {
     "chromium": _tool("chromium", "chromium"),
     "prometheus": _tool("prometheus", "prometheus", "promtool"),
@@ -120,6 +125,7 @@ NEEDS = {
     "advisories": Need(
         service_problem, "run the tests where the advisory service answers", required_in_ci=False
     ),
+    "datasets": Need(_package("datasets"), "run `make setup`"),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
 }
 
