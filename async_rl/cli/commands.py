@@ -99,7 +99,8 @@ def _run_check(parsed: argparse.Namespace) -> int:
     if parsed.gpus_per_node is not None and parsed.gpus_per_node < 1:
         raise ConfigError(f"--gpus-per-node is {parsed.gpus_per_node}: a node has at least 1")
     if parsed.memory or parsed.gpu is not None:
-        for line in describe_update(load_config(parsed.config, parsed.overrides), parsed.gpus_per_node):
+        config = load_config(parsed.config, parsed.overrides, download_weights=False)
+        for line in describe_update(config, parsed.gpus_per_node):
             print_text(line)
         return show_memory(parsed.config, parsed.overrides, parsed.gpu)
     from async_rl.config.reference import resolved_yaml

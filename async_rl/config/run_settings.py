@@ -33,7 +33,8 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
     """The policy."""
 
     path: str
-    """Folder of a Hugging Face model and its tokenizer."""
+    """Folder of a Hugging Face model and its tokenizer, or `hub:OWNER/NAME` on the Hugging Face Hub, with
+    `?revision=…` behind it: every command downloads it into the Hub's cache, `plan` only its config."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights in engines and trainer."""
     trusted_roles: list[Literal["system", "developer", "user", "assistant", "tool"]] = []
@@ -49,7 +50,7 @@ class FrozenModelConfig(Strict, frozen=True, kw_only=True):
     """
 
     path: str
-    """Folder of the Hugging Face model and its tokenizer."""
+    """Folder of the Hugging Face model and its tokenizer, or its name on the Hub, as `model.path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights in its engines."""
     num_engines: PositiveInt = 1
