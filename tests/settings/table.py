@@ -151,6 +151,7 @@ EFFECTS: Final[dict[str, str]] = {
     "trainer.critic.warmup_steps": "tests/integration/test_trainer_critic.py::test_only_the_critic_trains_during_its_warm_up",
     "trainer.critic.value_clip": "tests/integration/test_trainer_critic.py::test_values_are_clipped_from_the_second_update_on",
     "trainer.keep_checkpoints": "tests/integration/test_trainer_settings.py::test_checkpoints_are_kept_when_their_step_is_a_multiple",
+    "trainer.keep_best": "tests/simulation/test_evaluation.py::test_the_checkpoint_with_the_best_evaluation_is_kept",
     "trainer.keep_every": "tests/integration/test_trainer_settings.py::test_checkpoints_are_kept_when_their_step_is_a_multiple",
     "trainer.max_mismatch_nats": "tests/unit/test_logprob_mismatch.py::test_the_limit_is_the_setting",
     "trainer.start_timeout_s": "tests/unit/test_cluster_settings.py::test_a_start_of_ranks_ends_with_an_error_after_its_limit",
