@@ -143,8 +143,11 @@ class MetricsConfig(Strict, frozen=True, kw_only=True):
     """Port; 0 takes a free one and prints it."""
     trackers: list[str] = []
     """Where the figures of each step are sent, in addition to `metrics.jsonl`, under verl's names
-    (docs/reference/metrics.md): `wandb`, `tensorboard`, `jsonl`, `console`, or the dotted path of a user's
-    class."""
+    (docs/reference/metrics.md): `wandb`, `mlflow`, `swanlab`, `trackio`, `tensorboard`, `jsonl`, `console`,
+    or the dotted path of a user's class."""
+    project: str = "async_rl"
+    """Project of the run in SwanLab and Trackio, and its experiment in MLflow. Where their servers are, and
+    their keys, are what their own settings say, such as MLFLOW_TRACKING_URI."""
     wandb_project: str = "async_rl"
     """Project of the run in Weights & Biases, under the name `run.name`. Its key, entity and mode are what
     `wandb login`, WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE say."""

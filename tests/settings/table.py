@@ -193,6 +193,7 @@ EFFECTS: Final[dict[str, str]] = {
     "metrics.port": "tests/simulation/test_loop.py::test_a_run_is_served_and_announced_where_the_config_says",
     "metrics.trackers": "tests/unit/test_trackers.py::test_a_tracker_of_ones_own_is_named_by_its_path",
     "metrics.targets_dir": "tests/simulation/test_loop.py::test_a_run_is_served_and_announced_where_the_config_says",
+    "metrics.project": "tests/unit/test_trackers.py::test_services_are_told_where_a_run_belongs",
     "metrics.wandb_project": "tests/unit/test_trackers.py::test_wandb_is_told_where_a_run_belongs",
     "doctor.action": "tests/unit/test_doctor.py::test_the_run_ends_at_the_second_look_when_that_is_asked_for",
     "doctor.stall_s": "tests/unit/test_doctor.py::test_the_run_ends_at_the_second_look_when_that_is_asked_for",

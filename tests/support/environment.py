@@ -125,6 +125,10 @@ NEEDS = {
     "advisories": Need(
         service_problem, "run the tests where the advisory service answers", required_in_ci=False
     ),
+    **{
+        name: Need(_package(name), f"install the package {name}", required_in_ci=False)
+        for name in ("mlflow", "swanlab", "trackio")
+    },
     "datasets": Need(_package("datasets"), "run `make setup`"),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
 }
