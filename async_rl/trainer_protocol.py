@@ -7,11 +7,14 @@ The class of its ranks is named in the config (`trainer.worker`) and is part of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import msgspec
 
+from async_rl.codec import UNREADABLE
 from async_rl.engine_protocol import GroupInvite, WeightBucket
+from async_rl.errors import CheckpointError
 from async_rl.types import TakenBatch
 
 
@@ -45,6 +48,45 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The `extra` argument of `save_checkpoint`: the data position."""
     skipped_checkpoints: tuple[str, ...] = ()
     """The defect of each newer checkpoint that was skipped."""
+
+
+class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What `trainer.keep_best` keeps: `best.json` in the folder of checkpoints.
+
+    The driver writes it, and the trainer reads it before it removes checkpoints.
+    """
+
+    metric: str
+    step: int | None = None
+    """The checkpoint with the best evaluation; None if no version with a checkpoint was evaluated."""
+    value: float | None = None
+    """The value of the metric."""
+    evaluating: int | None = None
+    """The version that is being evaluated, which may become the best."""
+
+    @property
+    def kept(self) -> set[int]:
+        """Steps whose checkpoints must not be removed."""
+        return {step for step in (self.step, self.evaluating) if step is not None}
+
+
+BEST_FILE: Final = "best.json"
+
+
+def read_best(directory: Path) -> BestCheckpoint | None:
+    """Return what a folder of checkpoints says about its best one; None if it says nothing.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    try:
+        return msgspec.json.decode((directory / BEST_FILE).read_bytes(), type=BestCheckpoint)
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{directory / BEST_FILE} is damaged: {error}; remove it, and the run writes it anew"
+        ) from error
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):

@@ -99,7 +99,8 @@ def _run_check(parsed: argparse.Namespace) -> int:
     if parsed.gpus_per_node is not None and parsed.gpus_per_node < 1:
         raise ConfigError(f"--gpus-per-node is {parsed.gpus_per_node}: a node has at least 1")
     if parsed.memory or parsed.gpu is not None:
-        for line in describe_update(load_config(parsed.config, parsed.overrides), parsed.gpus_per_node):
+        config = load_config(parsed.config, parsed.overrides, download_weights=False)
+        for line in describe_update(config, parsed.gpus_per_node):
             print_text(line)
         return show_memory(parsed.config, parsed.overrides, parsed.gpu)
     from async_rl.config.reference import resolved_yaml
@@ -352,6 +353,9 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a checkpoint, or a run's folder or its name in runs/: its newest complete one",
     )
+    parser.add_argument(
+        "--best", action="store_true", help="the checkpoint that trainer.keep_best keeps, not the newest one"
+    )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the folder to create")
     parser.add_argument(
         "--model",
@@ -369,6 +373,20 @@ def _add_export_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _best_checkpoint(folder: Path) -> Path:
+    from async_rl.errors import ConfigError
+    from async_rl.trainer_protocol import read_best
+
+    directory = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
+    best = read_best(directory)
+    if best is None or best.step is None:
+        raise ConfigError(
+            f"--best: {directory} has no checkpoint that was evaluated, or the run has no trainer.keep_best: "
+            "name a checkpoint, or leave --best out"
+        )
+    return directory / f"step_{best.step:08d}"
+
+
 def _run_export(parsed: argparse.Namespace) -> int:
     from async_rl.errors import ConfigError
     from async_rl.run.folder import find_run_folder
@@ -380,6 +398,8 @@ def _run_export(parsed: argparse.Namespace) -> int:
     held = (checkpoint.glob(each) for each in ("manifest.json", "step_*", "checkpoints/step_*"))
     if not (checkpoint.name.startswith("step_") or any(map(any, held))):  # loading the exporter takes long
         raise ConfigError(f"there is no checkpoint in {checkpoint}: name a run's folder or a checkpoint")
+    if parsed.best:
+        checkpoint = _best_checkpoint(checkpoint)
     # By its dotted path: no module of this package imports the trainer.
     export = load_object("trainer.checkpoints.hf_export:export_checkpoint", what="exporter")
     done = export(

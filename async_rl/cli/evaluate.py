@@ -12,10 +12,8 @@ import asyncio
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from rich.table import Table
 
 from async_rl.cli.inspection.try_out import (
     ON_THIS_MACHINE,
@@ -32,7 +30,8 @@ from async_rl.engines.model_facts import load_facts
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import ConfigError
 from async_rl.evaluation.evaluator import Evaluator
-from async_rl.observability.evaluation_record import FILE, Estimate, EvaluationRecord, evaluation_record_log
+from async_rl.observability.evaluation_record import FILE, EvaluationRecord, evaluation_record_log
+from async_rl.observability.evaluation_report import show_scores
 from async_rl.observability.long_work import LongWork
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.text_console import TextConsole
@@ -78,7 +77,12 @@ def evaluate(
     given = [] if model is None else [f"model.path={model}"]
     # All engines that there are answer; none is lent by a run, and none is reserved. Like the engine that is
     # started here, rollout workers are on this machine.
-    alone = ["evaluation.engines=shared", "evaluation.every=0", "evaluation.at_start=false"]
+    alone = [
+        "evaluation.engines=shared",
+        "evaluation.every=0",
+        "evaluation.at_start=false",
+        "trainer.keep_best=null",
+    ]
     config = load_config(path, [*overrides, *given, *alone, *ON_THIS_MACHINE])
     if not config.data.validation:
         raise ConfigError("data.validation names no dataset: add `data.validation: [{path: ...}]`")
@@ -150,38 +154,3 @@ async def _evaluate_sets(
         finally:
             if kept is not None:
                 kept.close()
-
-
-def show_scores(console: TextConsole, model: str, record: EvaluationRecord) -> None:
-    """Print a record as a table with one line per set."""
-    ks = sorted({k for score in record.scores.values() for k in score.pass_at}, key=int)
-    table = Table(title=f"{model}, {record.asked} answers in {record.duration_s:.0f} s", title_justify="left")
-    table.add_column("set")
-    for name in ("tasks", "reward", *(f"pass@{k}" for k in ks), "tokens", "truncated"):
-        table.add_column(name, justify="right")
-    for name, score in record.scores.items():
-        table.add_row(
-            name,
-            str(score.tasks),
-            _with_margin(score.reward),
-            *(_with_margin(score.pass_at[k]) for k in ks),
-            _number(score.tokens_mean, ".0f"),
-            _number(score.truncated_share, ".0%"),
-        )
-    console.print(table)
-    if record.reason:
-        console.print(record.reason, style="yellow")
-    elif record.dropped:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(record.dropped.items()))
-        console.print(f"answers that were dropped: {dropped}", style="yellow")
-
-
-def _with_margin(estimate: Estimate) -> str:
-    value, low, high = estimate.value, estimate.low, estimate.high
-    if value is None or low is None or high is None:
-        return _number(value, ".3f")
-    return f"{value:.3f} ± {max(value - low, high - value):.3f}"
-
-
-def _number(value: Any, form: str) -> str:
-    return "n/a" if value is None else format(value, form)

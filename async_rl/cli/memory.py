@@ -30,7 +30,7 @@ def show_memory(path: Path, overrides: Sequence[str], gpu: str | None) -> int:
     """
 
     def load(changes: Sequence[str]) -> Config:
-        return load_config(path, [*overrides, *changes])
+        return load_config(path, [*overrides, *changes], download_weights=False)
 
     size = None if gpu is None else parse_size(gpu)
     uses = estimate_devices(load([]), size)

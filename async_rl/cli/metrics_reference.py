@@ -30,9 +30,10 @@ _TRACKERS = """
 ## Names in trackers
 
 `metrics.trackers` sends the figures of each step (`StepRecord` in `async_rl/observability/records.py`, one
-line of `metrics.jsonl`) to `wandb`, `tensorboard` (the folder `tensorboard/` of the run), `jsonl` (its file
-`tracker.jsonl`), `console`, or a class of your own: `module:Class`, created with the config and the run
-folder, with the two methods of `Tracker` in `async_rl/observability/trackers/tracker.py`.
+line of `metrics.jsonl`) to `wandb`, `mlflow`, `swanlab`, `trackio`, `tensorboard` (the folder `tensorboard/`
+of the run), `jsonl` (its file `tracker.jsonl`), `console`, or a class of your own: `module:Class`, created with
+the config and the run folder, with the two methods of `Tracker` in
+`async_rl/observability/trackers/tracker.py`.
 
 All trackers use the same names: verl's, where verl has one for the same figure. The x axis is the trainer
 step. A figure that does not exist in a step is omitted. `response_length/*` counts the tokens that the policy
@@ -40,12 +41,20 @@ wrote, not what tools returned.
 
 Each tracker has its own thread and queue. One that fails or is too slow loses steps; the log reports this
 once and `async_rl_tracker_steps_lost_total` counts it. Training does not wait for trackers. A resumed run
-continues the same wandb run, TensorBoard folder and file. Steps that it repeats replace the old ones, except
-in wandb, which keeps the first ones.
+continues the same run of a service, TensorBoard folder and file. Steps that it repeats replace the old ones,
+except in services, which keep the first ones.
 
-wandb comes with `make setup`, elsewhere with `pip install -e '.[wandb]'` in the checkout; its key comes from
-`wandb login` or WANDB_API_KEY, its entity from WANDB_ENTITY.
-`WANDB_MODE=offline` writes files below the run folder; `wandb sync` in that folder uploads them.
+The package of a service comes with `pip install -e '.[mlflow]'` in the checkout (or `swanlab`, `trackio`,
+`wandb`; the last comes with `make setup`). Where its server is, and its key, are what its own settings say:
+
+- `wandb` (project `metrics.wandb_project`): `wandb login` or WANDB_API_KEY, and WANDB_ENTITY.
+  `WANDB_MODE=offline` writes files below the run folder; `wandb sync` in that folder uploads them.
+- `mlflow` (experiment `metrics.project`): MLFLOW_TRACKING_URI; without it `mlflow.db` in the current folder,
+  which `mlflow ui` there shows. Characters that MLflow refuses in a name become `_`: `pass_8`.
+- `swanlab` (project `metrics.project`): `swanlab login` or SWANLAB_API_KEY. `SWANLAB_MODE=offline` writes files
+  into `swanlab/` of the run folder; `swanlab sync` uploads them.
+- `trackio` (project `metrics.project`, a run of the name of ours and eight characters): TRACKIO_DIR, which
+  `trackio show` shows; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send the figures elsewhere.
 
 | name | field of the record |
 |---|---|

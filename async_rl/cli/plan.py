@@ -83,7 +83,7 @@ def plan(
     """
     if gpu is not None and not as_json and (code := show_memory(path, overrides, gpu)):
         return code
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, download_weights=False)
     require_tasks(config)
     figures = {name: value for name, value in fields.items() if value is not None}
     simulation = {name: figures.pop(name) for name in PlannedRun.__struct_fields__ if name in figures}

@@ -22,6 +22,7 @@ import msgspec
 
 from async_rl.config import Config, load_config
 from async_rl.observability.console_report import RunProgress, print_summary, write_summary
+from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.run.folder import run_console, run_folder, run_in_folder
@@ -62,7 +63,8 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
         summary_file = run_dir / "summary.json"
         if not finished or finished[-1].step < config.run.max_steps or not summary_file.exists():
             return False
-        print_summary(shown, run_dir, finished, msgspec.json.decode(summary_file.read_bytes(), type=Summary))
+        summary = msgspec.json.decode(summary_file.read_bytes(), type=Summary)
+        print_summary(shown, run_dir, finished, summary, evaluation_record_log(run_dir / FILE).read())
         shown.print(
             f"{run_dir} is complete: raise run.max_steps to continue, or set run.name for another run"
         )
@@ -91,7 +93,8 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
     for run_dir, summary in results:
         # After the folder is unlocked, so that the report says that the run has ended.
         write_report(run_dir, failures=summary.failures)
-        print_summary(shown, run_dir, step_record_log(run_dir / "metrics.jsonl").read(), summary)
+        steps = step_record_log(run_dir / "metrics.jsonl").read()
+        print_summary(shown, run_dir, steps, summary, evaluation_record_log(run_dir / FILE).read())
     return exit_code
 
 

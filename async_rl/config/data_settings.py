@@ -1,4 +1,4 @@
-"""Settings of datasets: files, keys of their examples, and how datasets are mixed."""
+"""Settings of datasets: where they are, keys of their examples, and how datasets are mixed."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class SourceConfig(RowsConfig, frozen=True, kw_only=True):
     """A dataset."""
 
     path: str
-    """A .jsonl or .parquet file of tasks."""
+    """A dataset of tasks, as `data.path`."""
     name: str | None = None
-    """Name of the dataset; null takes the stem of the file."""
+    """Name of the dataset; null takes the stem of the file, or the name of the folder or on the Hub."""
 
 
 class DatasetConfig(SourceConfig, frozen=True, kw_only=True):
@@ -85,12 +85,14 @@ class CurriculumConfig(Strict, frozen=True, kw_only=True):
 
 
 class DataConfig(RowsConfig, frozen=True, kw_only=True):
-    """Where tasks come from: one file or several. Keys of an example that no setting names become the task's
-    metadata.
+    """Where tasks come from: one dataset or several. Keys of an example that no setting names become metadata
+    of the task.
     """
 
     path: str | None = None
-    """A .jsonl or .parquet file of tasks; null if `datasets` is set."""
+    """A dataset of tasks: a .jsonl, .json, .csv or .parquet file, a folder of the package `datasets`, or
+    `hub:OWNER/NAME` on the Hugging Face Hub, with `?config=…&split=…&revision=…` behind the last two; null if
+    `datasets` is set. See docs/guide/own-task.md."""
     datasets: list[DatasetConfig] = []
     """Several datasets, mixed by weight; keys that they do not set are taken from `data`."""
     validation: list[SourceConfig] = []

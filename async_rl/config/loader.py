@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from async_rl.config.description import describe_fields
+from async_rl.config.hub_models import with_folders
 from async_rl.config.root import Config
 from async_rl.errors import ConfigError
 from async_rl.runtime import yaml12
@@ -33,18 +34,22 @@ _YES_AND_NO: Final = {"yes": "true", "on": "true", "y": "true", "no": "false", "
 """What YAML 1.1 reads as a boolean and YAML 1.2 as text."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, download_weights: bool = True) -> Config:
     """Read a YAML file, apply `dotted.key=value` overrides, and check everything.
 
-    From then on `runtime.loading` also finds modules beside the file.
+    Models on the Hugging Face Hub are downloaded. From then on `runtime.loading` also finds modules beside
+    the file.
 
     Args:
         path: The YAML file.
         overrides: Each `a.b.c=value`; the value is parsed as YAML, so `null`, `true`, `[1, 2]` and numbers
         work.
+        download_weights: Whether the weights of models on the Hub are downloaded; without, only their configs
+            and tokenizers.
 
     Raises:
         ConfigError: With the place, the actual value, what was expected, and what to do.
+        EnvironmentNotReady: The Hub cannot be reached.
     """
     file = Path(path)
     try:
@@ -62,7 +67,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         apply_override(tree, override)
     add_import_folder(file.parent)
-    return parse_config(tree, source=str(file), overrides=overrides)
+    config = parse_config(tree, source=str(file), overrides=overrides)
+    return with_folders(config, weights=download_weights)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -33,7 +33,8 @@ class ModelConfig(Strict, frozen=True, kw_only=True):
     """The policy."""
 
     path: str
-    """Folder of a Hugging Face model and its tokenizer."""
+    """Folder of a Hugging Face model and its tokenizer, or `hub:OWNER/NAME` on the Hugging Face Hub, with
+    `?revision=…` behind it: every command downloads it into the Hub's cache, `plan` only its config."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights in engines and trainer."""
     trusted_roles: list[Literal["system", "developer", "user", "assistant", "tool"]] = []
@@ -49,7 +50,7 @@ class FrozenModelConfig(Strict, frozen=True, kw_only=True):
     """
 
     path: str
-    """Folder of the Hugging Face model and its tokenizer."""
+    """Folder of the Hugging Face model and its tokenizer, or its name on the Hub, as `model.path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Data type of the weights in its engines."""
     num_engines: PositiveInt = 1
@@ -142,8 +143,11 @@ class MetricsConfig(Strict, frozen=True, kw_only=True):
     """Port; 0 takes a free one and prints it."""
     trackers: list[str] = []
     """Where the figures of each step are sent, in addition to `metrics.jsonl`, under verl's names
-    (docs/reference/metrics.md): `wandb`, `tensorboard`, `jsonl`, `console`, or the dotted path of a user's
-    class."""
+    (docs/reference/metrics.md): `wandb`, `mlflow`, `swanlab`, `trackio`, `tensorboard`, `jsonl`, `console`,
+    or the dotted path of a user's class."""
+    project: str = "async_rl"
+    """Project of the run in SwanLab and Trackio, and its experiment in MLflow. Where their servers are, and
+    their keys, are what their own settings say, such as MLFLOW_TRACKING_URI."""
     wandb_project: str = "async_rl"
     """Project of the run in Weights & Biases, under the name `run.name`. Its key, entity and mode are what
     `wandb login`, WANDB_API_KEY, WANDB_ENTITY and WANDB_MODE say."""

@@ -14,9 +14,9 @@ class SftConfig(Strict, frozen=True, kw_only=True):
     """
 
     path: str | None = None
-    """A .jsonl or .parquet file of conversations, for `async-rl sft`."""
+    """A dataset of conversations, as `data.path`, for `async-rl sft`."""
     validation: str | None = None
-    """A file of conversations whose loss is measured and that is never trained on."""
+    """A dataset of conversations whose loss is measured and that is never trained on."""
     keys: dict[Literal["messages", "tools"], str] = {}
     """Keys of an example's chat messages and of its tools, whose JSON schemas are added to the prompt, where
     they are not `messages` and `tools`. Examples with `token_ids` and `loss_mask` are used as they are."""

@@ -238,6 +238,10 @@ class TrainerConfig(Strict, frozen=True, kw_only=True):
     """Number of newest checkpoints that are kept."""
     keep_every: PositiveInt | None = None
     """Checkpoints of steps that are multiples of this are never removed; null removes old ones regardless."""
+    keep_best: Annotated[str, Meta(pattern=r"^.+/(reward|pass@[1-9][0-9]*)$")] | None = None
+    """The figure of evaluations by which the best checkpoint is never removed: `SET/reward` or `SET/pass@K`,
+    such as `all/reward` or `aime/pass@8`, where SET is `all` or a validation set. Versions that are evaluated
+    then get a checkpoint; null keeps none for its evaluation."""
     max_mismatch_nats: PositiveFloat | None = 0.5
     """The run ends if engine and trainer differ by more than this in the log-probs of the first tokens that
     were sampled with the trainer's own weights, mean per token; null does not compare. bfloat16 and FP8

@@ -34,6 +34,7 @@ import numpy as np
 
 from async_rl.data.control_tokens import ControlTokens, has_control_shape
 from async_rl.errors import ConfigError
+from async_rl.runtime.hub_paths import suggest_hub
 from async_rl.runtime.printable import without_surrogates
 from async_rl.runtime.time_limit import TimeLimitExceeded, time_limit
 from async_rl.types import BoolArray, Int32Array
@@ -702,7 +703,10 @@ def load_chat_format(model_path: str | Path, trusted_roles: Collection[str] = ()
     """
     folder = Path(model_path)
     if not folder.is_dir():
-        raise ConfigError(f"model.path: there is no folder {str(folder)!r} (looked from {Path.cwd()})")
+        raise ConfigError(
+            f"model.path: there is no folder {str(folder)!r} (looked from {Path.cwd()})"
+            f"{suggest_hub(str(folder))}"
+        )
     try:
         return ChatFormat(_load_tokenizer(folder), _generation_stop_ids(folder), trusted_roles)
     except ConfigError as error:

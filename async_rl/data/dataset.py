@@ -1,8 +1,8 @@
-"""The datasets: examples of jsonl and parquet files as `Task`s.
+"""The datasets: their examples as `Task`s.
 
 ```
  file ──examples──► schema ──► Task ──► its prompt in tokens ──► Dataset ─┐
- (streamed)        (schemas)            refuse | filter | keep            ├─► TaskSet ──► DataOrder (order)
+ (example_files)   (schemas)            refuse | filter | keep            ├─► TaskSet ──► DataOrder (order)
                                                                  Dataset ─┘
 ```
 
@@ -11,18 +11,17 @@ Errors name malformed examples by file and line, up to ten at once.
 
 from __future__ import annotations
 
-import codecs
 import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
 from itertools import chain
-from pathlib import Path
-from typing import Any, Final, Literal, overload
+from typing import Final, Literal, overload
 
 import msgspec
 
 from async_rl.config import Config, DataConfig, DatasetConfig, SourceConfig
 from async_rl.data.chat_format import load_chat_format
+from async_rl.data.example_files import dataset_name, dataset_state, read_examples
 from async_rl.data.order import DataOrder, Mixture, TaskOrder
 from async_rl.data.schemas import (
     Schema,
@@ -36,8 +35,6 @@ from async_rl.data.schemas import (
 )
 from async_rl.errors import ConfigError
 from async_rl.observability.evaluation_record import EVERYTHING
-from async_rl.observability.long_work import show_progress
-from async_rl.runtime.untrusted_json import UNREADABLE
 from async_rl.types import Task
 
 _MAX_NAMED: Final = 10
@@ -81,7 +78,7 @@ def prompt_rule(config: Config) -> PromptRule | None:
 
 
 class Dataset(msgspec.Struct, frozen=True, kw_only=True):
-    """The tasks of one file."""
+    """The tasks of one file, or of one dataset of the Hub."""
 
     name: str
     path: str
@@ -138,10 +135,7 @@ def load_run_tasks(config: Config) -> TaskSet:
         ConfigError: As `load_tasks`.
     """
     sources = config.data.datasets or [DatasetConfig(path=config.data.path or "")]
-    files = [Path(source.path).resolve() for source in sources]
-    states = [file.stat() for file in files if file.is_file()]
-    seen = (*map(str, files), *((state.st_mtime_ns, state.st_size) for state in states))
-    return _load_once(msgspec.json.encode(config), seen)
+    return _load_once(msgspec.json.encode(config), tuple(dataset_state(source.path) for source in sources))
 
 
 @lru_cache(maxsize=1)
@@ -158,9 +152,10 @@ def load_tasks(config: DataConfig, prompts: PromptRule | None = None) -> TaskSet
         prompts: The rule for long prompts; None does not measure them.
 
     Raises:
-        ConfigError: A file is missing, empty or of another kind, two datasets have one name, or examples are
-            malformed or repeat an id; the message names up to ten of them by file and line (parquet: row). No
+        ConfigError: A dataset is missing, empty or of another kind, two datasets have one name, or examples
+            are malformed or repeat an id; the message names up to ten of them by file and line, or row. No
             example has the answer at the key that the config sets.
+        EnvironmentNotReady: As `read_examples`.
     """
     if not config.datasets:
         source = DatasetConfig(path=config.path or "")
@@ -205,11 +200,11 @@ def _with_prefixed_ids(dataset: Dataset) -> Dataset:
 def _load_dataset(
     source: SourceConfig, config: DataConfig, place: str, prompts: PromptRule | None
 ) -> Dataset:
-    path = Path(source.path)
+    path = source.path
     examples = read_examples(path, place)
     first = next(examples, None)
     if first is None:
-        raise ConfigError(f"{place}: {str(path)!r} has no examples; expected at least one task")
+        raise ConfigError(f"{place}: {path!r} has no examples; expected at least one task")
     named = chosen_schema(source, config)
     schema = named or detect_schema(first[1])
     keys = keys_of(schema, source, config)
@@ -255,12 +250,12 @@ def _load_dataset(
     if not tasks:
         assert prompts is not None, "only prompts that are too long are left out"
         raise ConfigError(
-            f"{place}: all {long.count} examples of {str(path)!r} have prompts of more than {prompts.limit} "
+            f"{place}: all {long.count} examples of {path!r} have prompts of more than {prompts.limit} "
             "tokens; raise data.max_prompt_tokens or rollout.max_context_tokens"
         )
     return Dataset(
-        name=source.name or path.stem,
-        path=str(path),
+        name=source.name or dataset_name(path),
+        path=path,
         schema=schema,
         detected=named is None,
         tasks=tasks,
@@ -303,7 +298,7 @@ class _PromptGauge:
 class ExampleErrors:
     """Collects the errors of a file's examples: the text of the first ones, and how many there are."""
 
-    def __init__(self, path: Path, what: str, remedy: str = "") -> None:
+    def __init__(self, path: str, what: str, remedy: str = "") -> None:
         self._path, self._what, self._remedy = path, what, remedy
         self._named: list[str] = []
         self.count = 0
@@ -325,84 +320,3 @@ class ExampleErrors:
         head = f"{self._path} has {self.count} {self._what}{f'; {self._remedy}' if self._remedy else ''}:"
         listed = "\n  ".join([head, *self._named, *rest])
         raise ConfigError(listed)
-
-
-def read_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
-    """Read the examples of a file one by one.
-
-    Args:
-        path: The file.
-        place: The config key that names the file.
-
-    Returns:
-        Pairs of file with line (parquet: row), and the example, or the `ConfigError` of an unreadable one.
-
-    Raises:
-        ConfigError: The file is missing or of another kind.
-    """
-    if not path.is_file():
-        raise ConfigError(f"{place}: there is no file {str(path)!r} (looked from {Path.cwd()})")
-    if path.suffix not in (".jsonl", ".parquet"):
-        raise ConfigError(f"{place}: {str(path)!r} ends in {path.suffix!r}; expected .jsonl or .parquet")
-    examples = _jsonl_examples(path) if path.suffix == ".jsonl" else _parquet_examples(path, place)
-    return show_progress(examples, f"reading {path}", "examples")
-
-
-def _jsonl_examples(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each line with its place; an unreadable line as its error."""
-    with path.open("rb") as lines:
-        start = lines.read(len(codecs.BOM_UTF8))
-        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ConfigError(f"{path} is UTF-16 by its byte-order mark: save it as UTF-8")
-        if start != codecs.BOM_UTF8:  # which some editors write
-            lines.seek(0)
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                example = msgspec.json.decode(line)
-            except UnicodeDecodeError as error:
-                example = ConfigError(f"{where}: not UTF-8: {error}")
-            except UNREADABLE as error:
-                example = ConfigError(f"{where}: not a JSON object: {error}")
-            yield where, example
-
-
-def _reader_of(kind: Any) -> Callable[[Any], Any]:
-    """Return what converts the values of a parquet type: maps to objects, and objects without nulls.
-
-    An object of parquet has all keys of all objects of the column: `null` stands for a missing key.
-    """
-    import pyarrow.types as types
-
-    if types.is_struct(kind):
-        fields = {field.name: _reader_of(field.type) for field in kind}
-        return lambda value: {key: fields[key](each) for key, each in value.items() if each is not None}
-    if types.is_map(kind):  # which is read as pairs
-        item = _reader_of(kind.item_type)
-        return lambda value: {key: item(each) for key, each in value if each is not None}
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        element = _reader_of(kind.value_type)
-        return lambda value: [None if each is None else element(each) for each in value]
-    return lambda value: value
-
-
-def _parquet_examples(path: Path, place: str) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its place, with one batch of a row group in memory at a time."""
-    import pyarrow as pa  # takes half a second, and most datasets are jsonl
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            number = 0
-            readers = {field.name: _reader_of(field.type) for field in file.schema_arrow}
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield (
-                        f"{path} row {number}",
-                        {key: value if value is None else readers[key](value) for key, value in row.items()},
-                    )
-    except pa.ArrowException as error:
-        raise ConfigError(f"{place}: {str(path)!r} is not a readable parquet file: {error}") from error

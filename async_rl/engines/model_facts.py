@@ -12,6 +12,7 @@ import msgspec
 from async_rl.config import Config, SGLangEngines
 from async_rl.engine_protocol import EngineFacts
 from async_rl.errors import ConfigError
+from async_rl.runtime.hub_paths import suggest_hub
 from async_rl.runtime.untrusted_json import UNREADABLE
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -130,7 +131,7 @@ def read_config(model_path: str | Path) -> dict[str, Any]:
     if not file.parent.is_dir():
         raise ConfigError(
             f"there is no folder {str(model_path)!r} (looked from {Path.cwd()}). Set model.path to a folder "
-            "with a Hugging Face model"
+            f"with a Hugging Face model{suggest_hub(str(model_path))}"
         )
     if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
         raise ConfigError(f"{file} is no regular file. Set model.path to a folder with a Hugging Face model")

@@ -78,6 +78,12 @@ def estimate(values: Sequence[float], *, low: float = -math.inf, high: float = m
     )
 
 
+def estimated_ks(samples: int) -> list[int]:
+    """Return for which k pass@k is estimated, with this number of answers per task."""
+    doubling = itertools.takewhile(lambda k: k < samples, (2**power for power in itertools.count()))
+    return [*doubling, samples]
+
+
 def scores(
     answers: Iterable[EvaluatedAnswer], *, samples: int, pass_reward: float
 ) -> dict[str, EvaluationScore]:
@@ -92,8 +98,7 @@ def scores(
             names.append(f"{answer.dataset}/{answer.source}")
         for name in names:
             sets[name].append(answer)
-    doubling = itertools.takewhile(lambda k: k < samples, (2**power for power in itertools.count()))
-    pass_at = [*doubling, samples]
+    pass_at = estimated_ks(samples)
     return {name: _score(found, pass_at, pass_reward) for name, found in sorted(sets.items())}
 
 

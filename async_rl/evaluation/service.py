@@ -37,6 +37,7 @@ from async_rl.engine_protocol import Engine
 from async_rl.engines.device_phases import DevicePhases
 from async_rl.engines.pool import EnginePool, EngineState
 from async_rl.errors import AsyncRLError, EngineError, InvariantError, WeightSyncError
+from async_rl.evaluation.best_checkpoint import BestCheckpointFile
 from async_rl.evaluation.evaluator import Evaluator, missing_record
 from async_rl.observability.evaluation_record import (
     FILE,
@@ -90,6 +91,7 @@ class EvaluationService:
         step: int,
         log_evaluation: Callable[[EvaluationRecord], EvaluationRecord],
         clock: Callable[[], float],
+        best: BestCheckpointFile,
         phases: DevicePhases | None = None,
     ) -> None:
         """Connect the components.
@@ -102,6 +104,7 @@ class EvaluationService:
             step: The step that this incarnation starts from; later records belong to undone steps.
             log_evaluation: Shows a record, and returns it with the run's time.
             clock: Monotonic seconds.
+            best: Is written after each evaluation.
             phases: When engines may work on shared devices; None for always.
         """
         self._config = evaluator.config.evaluation
@@ -114,6 +117,7 @@ class EvaluationService:
         """Maximum time for an engine to end its calls."""
         self._log_evaluation = log_evaluation
         self._clock = clock
+        self._best = best
         records = [r for r in evaluation_record_log(run_dir / FILE).read() if r.weight_version <= step]
         self._evaluated = records[-1].weight_version if records else None
         self._borrowed: list[str] = []
@@ -122,6 +126,14 @@ class EvaluationService:
         """Set when an evaluation has ended, and when no more will start."""
         self._current: asyncio.Timeout | None = None
         self._cancelled = False
+
+    def evaluates(self, version: int) -> bool:
+        """Return whether a version is or was evaluated last, or is likely to be when engines serve it."""
+        if version in (self._best.evaluating, self._evaluated):
+            return True
+        if self._evaluating:  # which may end before the next version is served
+            return bool(self._config.every) and version % self._config.every == 0
+        return not self._cancelled and due(self._config, version, self._evaluated)
 
     def cancel_evaluations(self) -> None:
         """Cancel the current evaluation without a record, and start no more, because the run stops."""
@@ -175,17 +187,19 @@ class EvaluationService:
         try:
             async with asyncio.timeout(None) as self._current:
                 with acting("evaluation", f"version {version}"):
+                    self._best.evaluating = version
                     record = await self._evaluate(version)
         except TimeoutError:
             if not self._cancelled:
                 raise
             return
         finally:
-            self._current = None
+            self._current = self._best.evaluating = None
         self._evaluated = max(version, record.weight_version)
         record, records = self._log_evaluation(record), evaluation_record_log(self._run_dir / FILE)
         with writing(records.path):
             await run_to_end(lambda: records.append(record))
+            await run_to_end(self._best.write)
 
     async def _evaluate(self, version: int) -> EvaluationRecord:
         """Evaluate this version, or a later one if the engines have been updated meanwhile."""
@@ -193,7 +207,7 @@ class EvaluationService:
         try:
             async with asyncio.timeout(self._config.timeout_s):
                 engines = await self._acquire_engines(version)
-            version = self._pool.version_of(engines[0].engine_id)
+            version = self._best.evaluating = self._pool.version_of(engines[0].engine_id)
             log.info("version %d is evaluated by %s", version, [engine.engine_id for engine in engines])
             record = await self._evaluate_on(engines, version)
         except InvariantError:

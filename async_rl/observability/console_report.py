@@ -24,6 +24,8 @@ from rich.text import Text
 from async_rl import __version__
 from async_rl.config import Config, changed_fields, old_log_probs_reason
 from async_rl.observability.failures import FailureRow
+from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
+from async_rl.observability.evaluation_report import describe_best, evaluation_lines, with_margin
 from async_rl.observability.formatting import compact, format_duration, format_percent
 from async_rl.observability.panels import PANELS
 from async_rl.observability.records import (
@@ -40,6 +42,7 @@ from async_rl.observability.records import (
 )
 from async_rl.observability.text_console import TextConsole, pairs
 from async_rl.runtime.files import replace_file
+from async_rl.trainer_protocol import read_best
 
 _TICK_WIDTH = 9
 """Columns of a chart for each tick of its x axis."""
@@ -126,6 +129,8 @@ class RunProgress:
         self._in_flight = 0
         self._queued = 0
         self._waiting_for = ""
+        self._evaluation: EvaluationRecord | None = None
+        """The last one of this process."""
         self._live = (
             Live(get_renderable=self.render, console=console, refresh_per_second=4, transient=True)
             if console.is_interactive
@@ -153,6 +158,15 @@ class RunProgress:
     def note(self, text: str) -> None:
         """Print a line that stays."""
         self._print(f"[{time.monotonic() - self._started_s:5.0f} s] {text}")
+
+    def evaluation(self, record: EvaluationRecord, earlier: Sequence[EvaluationRecord]) -> None:
+        """Print an evaluation as lines that stay; `earlier` are those before it."""
+        first, *lines = evaluation_lines(record, earlier)
+        self.note(first)
+        for line in lines:
+            self._print(line)
+        if record.scores:
+            self._evaluation = record
 
     def continue_from(self, records: Sequence[StepRecord]) -> None:
         """Show a run that has these steps, and measure its pace anew."""
@@ -194,6 +208,9 @@ class RunProgress:
                 ("throughput", f"{record.tokens_per_s:,.0f} tokens/s"),
                 ("wait / step / sync", f"{record.wait_s:.2f} / {record.step_s:.2f} / {record.sync_s:.2f} s"),
             ]
+        if (evaluation := self._evaluation) is not None:
+            reward = with_margin(evaluation.scores[EVERYTHING].reward)
+            rows.append(("evaluation", f"reward {reward} at version {evaluation.weight_version}"))
         bar = Table.grid()  # a bar alone does not end its line
         bar.add_row(
             ProgressBar(total=self._max_steps, completed=done, width=min(40, self._console.width - 4))
@@ -285,7 +302,11 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 
 def print_summary(
-    console: TextConsole, run_dir: Path, records: Sequence[StepRecord], summary: Summary
+    console: TextConsole,
+    run_dir: Path,
+    records: Sequence[StepRecord],
+    summary: Summary,
+    evaluations: Sequence[EvaluationRecord] = (),
 ) -> None:
     """Print the last screen: the reward curve, the run's figures, and the path of its files."""
     if len(records) > 1:
@@ -298,6 +319,7 @@ def print_summary(
             f"{compact(summary.reward_first)} → {compact(summary.reward_last)} (means of {WINDOW} steps)",
         ),
         *_learning(summary.groups_without_signal),
+        *_evaluated(run_dir, evaluations),
         ("weight versions", f"{summary.weight_versions} published in {summary.rl_seconds:.0f} s"),
         ("trajectories", f"{counts.dispatched} dispatched, {counts.trained} trained, dropped: {dropped}"),
         ("", f"{counts.in_flight} in flight, {counts.queued} queued"),
@@ -334,6 +356,19 @@ def failure_pairs(failures: Sequence[FailureRow]) -> list[tuple[str, str]]:
         rows.append((row.label, f"{row.number:,} attempts, {row.share} of all"))
         rows += [("", f"{each.trajectory_id}: {each.error}") for each in row.examples]
     return rows
+
+
+def _evaluated(run_dir: Path, evaluations: Sequence[EvaluationRecord]) -> Iterator[tuple[str, str]]:
+    """Yield the last evaluation, the best one, and the checkpoint that `trainer.keep_best` keeps."""
+    done = [record for record in evaluations if record.scores]
+    if not done:
+        return
+    kept = read_best(run_dir / "checkpoints")
+    metric = f"{EVERYTHING}/reward" if kept is None else kept.metric
+    yield "last evaluation", describe_best(done[-1:], metric)
+    yield "best evaluation", describe_best(done, metric)
+    if kept is not None and kept.step is not None:
+        yield "best checkpoint", f"of step {kept.step}, {compact(kept.value)}; kept by trainer.keep_best"
 
 
 def reward_chart(records: Sequence[StepRecord], *, width: int, colour: bool) -> Text:

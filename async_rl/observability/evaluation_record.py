@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from async_rl.observability.record_log import RecordLog
-from async_rl.observability.records import Figure
+from async_rl.observability.records import Figure, is_finite
 
 FILE: Final = "evaluations.jsonl"
 """The file's name in the run folder."""
@@ -71,6 +72,34 @@ class EvaluationRecord(msgspec.Struct, frozen=True, kw_only=True):
         """The number of answers that were lost or counted twice; 0 for a complete evaluation."""
         scored = self.scores[EVERYTHING].answers if self.scores else 0
         return self.asked - scored - sum(self.dropped.values())
+
+
+def find_estimate(record: EvaluationRecord, metric: str) -> Estimate | None:
+    """Return an estimate of an evaluation by its name, `<set>/reward` or `<set>/pass@<k>`; None without it.
+
+    Example:
+        >>> score = EvaluationScore(tasks=2, answers=4, reward=Estimate(value=0.5))
+        >>> record = EvaluationRecord(weight_version=20, status="done", scores={"all": score})
+        >>> find_estimate(record, "all/reward").value
+        0.5
+    """
+    name, _, figure = metric.rpartition("/")
+    score = record.scores.get(name)
+    if score is None:
+        return None
+    return score.reward if figure == "reward" else score.pass_at.get(figure.removeprefix("pass@"))
+
+
+def best_evaluation(
+    records: Iterable[EvaluationRecord], metric: str
+) -> tuple[EvaluationRecord, float] | None:
+    """Return the evaluation with the highest value of a metric, and that value; of equal ones the first."""
+    best: tuple[EvaluationRecord, float] | None = None
+    for record in records:
+        found = find_estimate(record, metric)
+        if found is not None and is_finite(found.value) and (best is None or found.value > best[1]):
+            best = record, found.value
+    return best
 
 
 def evaluation_record_log(path: Path) -> RecordLog[EvaluationRecord]:

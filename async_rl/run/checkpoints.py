@@ -10,6 +10,7 @@ from typing import Final
 
 from async_rl.config import TrainerConfig
 from async_rl.errors import CheckpointError, StallError, TrainerError
+from async_rl.evaluation.best_checkpoint import BestCheckpointFile
 from async_rl.observability.metrics import Metrics
 from async_rl.runtime.threads import run_to_end
 from async_rl.runtime.waits import waiting
@@ -48,6 +49,8 @@ class Checkpoints:
         *,
         step: int,
         num_failed: int = 0,
+        best: BestCheckpointFile,
+        evaluates: Callable[[int], bool] = lambda step: False,
     ) -> None:
         """Write nothing yet.
 
@@ -60,6 +63,8 @@ class Checkpoints:
             before_write: Called before a checkpoint is begun; writes what must be on disk with its step.
             step: The step of the checkpoint that the trainer started from; 0 without one.
             num_failed: Consecutive failures when the previous incarnation of the trainer ended.
+            best: Tells the trainer which old checkpoint it keeps.
+            evaluates: Whether the version of a step is evaluated, or will be as soon as engines serve it.
         """
         self._config = config
         self._directory = str(run_dir / FOLDER)
@@ -70,15 +75,24 @@ class Checkpoints:
         self.step = step
         """The step of the newest complete checkpoint on disk."""
         metrics.checkpoint_step.set(step)
+        self._best = best
+        self._evaluates = evaluates
         self.num_failed = num_failed
         """Consecutive failures."""
         self._writing: int | None = None
         """The step whose checkpoint is being written."""
 
-    def is_due(self, step: int) -> bool:
-        """Whether the config asks for a checkpoint after this step."""
+    def is_due(self, step: int, *, served: bool = False) -> bool:
+        """Whether the config asks for a checkpoint after this step.
+
+        Args:
+            step: The step.
+            served: Whether engines have its weights, or get them next: then they may be evaluated.
+        """
         every = self._config.checkpoint_every
-        return bool(every) and step % every == 0
+        if every and step % every == 0:
+            return True
+        return served and self._best.metric is not None and self._evaluates(step)
 
     async def start_checkpoint(self, step: int) -> None:
         """Start to write the step that the ledger settled last, after the previous checkpoint is complete.
@@ -92,6 +106,7 @@ class Checkpoints:
         with waiting("checkpoint"):
             # The checkpoints of another driver are not overwritten.
             await run_to_end(partial(self._groups.flush_ledger, durable=True))
+            await run_to_end(self._best.write)
             await self._trainer.save_checkpoint(self._directory, {"weight_version": step})
         self._writing = step
 
@@ -127,6 +142,7 @@ class Checkpoints:
             self.step, self.num_failed = step, 0
             self._metrics.observe_checkpoint(step, saved.pause_s, saved.write_s)
             self._groups.ledger.record_checkpoint(step, keep=self._config.keep_checkpoints)
+            await run_to_end(self._best.write)
             return
         self.num_failed += 1
         self._metrics.checkpoint_failures_total.inc()

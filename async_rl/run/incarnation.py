@@ -15,6 +15,7 @@ from typing import NamedTuple
 from async_rl.config import Config
 from async_rl.engines.pool import EnginePool
 from async_rl.evaluation import service as evaluation_service
+from async_rl.evaluation.best_checkpoint import BestCheckpointFile
 from async_rl.evaluation.evaluator import Evaluator
 from async_rl.evaluation.service import EvaluationService
 from async_rl.observability.metrics import Metrics
@@ -22,6 +23,7 @@ from async_rl.observability.page.view import TRAINING
 from async_rl.rollout.manager import RolloutManager
 from async_rl.rollout.session.context import SessionContext
 from async_rl.rollout.workers.backend_choice import choose_backend
+from async_rl.run import checkpoints as checkpoint_files
 from async_rl.run.captures import Captures
 from async_rl.run.checkpoints import Checkpoints, can_write_after
 from async_rl.run.cluster import Cluster
@@ -222,6 +224,9 @@ def build_incarnation(
         observer=recovered.archive,
         warn=run.run_log.warn,
     )
+    directory = run.directory / checkpoint_files.FOLDER
+    best = BestCheckpointFile(config.trainer.keep_best, directory, lambda: run.run_log.evaluations)
+    evaluation = _evaluation(run, sync, context, step, best) if inputs.validation else None
     checkpoints = Checkpoints(
         config.trainer,
         run.directory,
@@ -231,12 +236,13 @@ def build_incarnation(
         run.run_log.write_held_steps,
         step=step,
         num_failed=failed_checkpoints,
+        best=best,
+        **({} if evaluation is None else {"evaluates": evaluation.evaluates}),
     )
     captures = Captures(config, run.directory, step)
     loop = choose_train_loop(config)(
         config, run.stop, trainer, queue, sync, run.devices, checkpoints, captures, run.run_log
     )
-    evaluation = _evaluation(run, sync, context, step) if inputs.validation else None
     return Incarnation(run, generation, trainer, sync, recovered, manager, checkpoints, loop, evaluation)
 
 
@@ -254,7 +260,9 @@ def _weight_sync(run: RunParts, trainer: Trainer, generation: int) -> WeightSync
     )
 
 
-def _evaluation(run: RunParts, sync: WeightSync, context: SessionContext, step: int) -> EvaluationService:
+def _evaluation(
+    run: RunParts, sync: WeightSync, context: SessionContext, step: int, best: BestCheckpointFile
+) -> EvaluationService:
     evaluator = Evaluator(
         context,
         run.inputs.validation,
@@ -270,5 +278,6 @@ def _evaluation(run: RunParts, sync: WeightSync, context: SessionContext, step: 
         step=step,
         log_evaluation=run.run_log.log_evaluation,
         clock=run.clock,
+        best=best,
         phases=run.devices.phases,
     )

@@ -30,9 +30,11 @@ from async_rl.engines.model_facts import check_model, check_served_by_sglang, lo
 from async_rl.engines.model_files import check_weights, weights_bytes
 from async_rl.engines.sglang.connect import check_shares_memory
 from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.evaluation.estimates import estimated_ks
 from async_rl.evaluation.evaluator import evaluation_config
 from async_rl.observability.console_report import derived_bounds
 from async_rl.observability.discovery import check_targets
+from async_rl.observability.evaluation_record import EVERYTHING
 from async_rl.observability.long_work import show_progress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.trackers.choice import choose as choose_trackers
@@ -156,6 +158,7 @@ def check_config(config: Config) -> list[str]:
             raise ConfigError(f"task {task.task_id}: {error}") from error
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
     _check_vocabulary(chat, config.model.path, facts.vocab_size)
+    _check_best(config, validation)
     _check_roles(chat, chain(tasks, *(dataset.tasks for dataset in validation)))
     _check_models(config, chat)
     answering = {task.agent_loop for dataset in validation for task in dataset.tasks}
@@ -247,6 +250,33 @@ def _check_ports(config: Config, loops: Mapping[str, Any], answering: Set[str | 
         raise ConfigError(
             f"the agent loop {name} has port {port}, and {others}; set the loop's port to 0, which takes a "
             "free one"
+        )
+
+
+def _check_best(config: Config, validation: Sequence[Dataset]) -> None:
+    """Check that evaluations have the figure that `trainer.keep_best` names.
+
+    Raises:
+        ConfigError: There are none, or they have no such set, or do not estimate it.
+    """
+    if (metric := config.trainer.keep_best) is None:
+        return
+    if not config.evaluation.every:
+        raise ConfigError(f"trainer.keep_best is {metric}, but nothing is evaluated: set evaluation.every")
+    name, _, figure = metric.rpartition("/")
+    sources = {
+        f"{each.name}/{task.data_source}" for each in validation for task in each.tasks if task.data_source
+    }
+    sets = [EVERYTHING, *(each.name for each in validation), *sorted(sources)]
+    if name not in sets:
+        raise ConfigError(
+            f"trainer.keep_best is {metric}, and there is no set {name!r}; expected one of {', '.join(sets)}"
+        )
+    figures = ["reward", *(f"pass@{k}" for k in estimated_ks(config.evaluation.samples))]
+    if figure not in figures:
+        raise ConfigError(
+            f"trainer.keep_best is {metric}; with evaluation.samples = {config.evaluation.samples}, "
+            f"evaluations have {', '.join(figures)}"
         )
 
 
@@ -347,11 +377,9 @@ def require_tasks(config: Config) -> None:
     if config.sft.path is not None:
         raise ConfigError(
             "the config has sft.path and no data.path, so it is one for `async-rl sft`: run that, or set "
-            "data.path to a .jsonl or .parquet file of tasks"
+            "data.path to a dataset of tasks"
         )
-    raise ConfigError(
-        "data.path and data.datasets are both missing: set data.path to a .jsonl or .parquet file of tasks"
-    )
+    raise ConfigError("data.path and data.datasets are both missing: set data.path to a dataset of tasks")
 
 
 def _loops_of_evaluation(config: Config, loops: AgentLoops, answering: Set[str | None]) -> list[Any]:

@@ -105,7 +105,8 @@ class RunLogger:
         self.phase = "starting"
         self.records = self._step_records.read()
         """All records on disk until the trainer has started, for the live page; then those up to its step."""
-        self.evaluations = evaluation_record_log(run_dir / evaluations.FILE).read()
+        self._evaluation_records = evaluation_record_log(run_dir / evaluations.FILE)
+        self.evaluations = self._evaluation_records.read()
         """Evaluation records, limited like `records`."""
         self._unrecorded: dict[int, StepRecord] = {}
         """Records of steps whose line is not written yet; until `log_step` without the update's figures."""
@@ -148,6 +149,7 @@ class RunLogger:
 
         def load_records() -> list[StepRecord]:
             self._step_records.truncate_to(step)  # the others were undone, and come again
+            self._evaluation_records.truncate_to(step)
             return self._step_records.read()
 
         self.records, cancelled = await run_uncancellable(None, load_records)
@@ -254,6 +256,8 @@ class RunLogger:
     def log_evaluation(self, record: EvaluationRecord) -> EvaluationRecord:
         """Show a finished evaluation, and return its record with the run's time."""
         record = replace(record, time_s=self.elapsed_s or 0.0)
+        if self._progress is not None:
+            self._progress.evaluation(record, self.evaluations)
         self.evaluations.append(record)
         self._metrics.observe_evaluation(record)
         if self._trackers is not None:

@@ -199,11 +199,11 @@ class SequentialLoop(TrainLoop):
                 self._queue.advance_version(self._sent_step)
             done = await self._train(batch, wait_s)
             self._sync.trainer_version = self.step
-            if self._update_is_due:
+            if updated := self._update_is_due:
                 await self._update_engines(done)
             else:
                 await self._skip_update(done)
-        if self._checkpoints.is_due(self.step):
+        if self._checkpoints.is_due(self.step, served=updated):
             await self._checkpoints.start_checkpoint(self.step)
 
 
@@ -236,7 +236,7 @@ class OverlappedLoop(TrainLoop):
     async def _run_step(self, batch: TakenBatch, wait_s: float) -> None:
         async with self._sync.exclusive_trainer():
             done = await self._train(batch, wait_s)
-            if self._update_is_due:
+            if updated := self._update_is_due:
                 self._last_update_end_s = math.inf
                 self._sent_step = self.step
                 copied = asyncio.Event()
@@ -248,7 +248,7 @@ class OverlappedLoop(TrainLoop):
                 self._update = self._updates.start_task(
                     f"record {self.step}", self._skip_after(self._update, done)
                 )
-        if self._checkpoints.is_due(self.step):
+        if self._checkpoints.is_due(self.step, served=updated):
             await self._update  # metrics.jsonl must have the record of each step that a checkpoint holds
             await self._checkpoints.start_checkpoint(self.step)
 
@@ -302,14 +302,15 @@ class TimeSharedLoop(TrainLoop):
         async with self._sync.exclusive_trainer():
             await self._devices.hand_to_trainer(self._trainer)
             done = await self._train(batch, wait_s)
-            if self._checkpoints.is_due(
-                self.step
-            ):  # while the state is on the device, from where it is copied
+            # While the state is on the device, from where it is copied.
+            if saved := self._checkpoints.is_due(self.step):
                 await self._checkpoints.start_checkpoint(self.step)
             self._ready_batch = None
             if self.step < self._max_steps:
                 self._ready_batch = await self._queue.next_batch(self.step, wait=False)
             if self._ready_batch is None:
+                if not saved and self._checkpoints.is_due(self.step, served=True):
+                    await self._checkpoints.start_checkpoint(self.step)
                 await self._update_engines(done)
             else:
                 await self._run_log.log_step(done, SyncReport(weight_version=self.step), self._queue)

@@ -8,7 +8,6 @@ thoughts, trims white space) does not change the training data, and the mask is 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +15,8 @@ import numpy as np
 
 from async_rl.config import SftConfig
 from async_rl.data.chat_format import ChatFormat
-from async_rl.data.dataset import ExampleErrors, read_examples
+from async_rl.data.dataset import ExampleErrors
+from async_rl.data.example_files import read_examples
 from async_rl.data.schemas import clean_message, name_keys, parse_tools
 from async_rl.errors import ConfigError
 from async_rl.runtime.untrusted_json import UNREADABLE
@@ -24,12 +24,12 @@ from async_rl.sft.schedule import SftExample
 
 
 def load_conversations(
-    path: Path, place: str, config: SftConfig, chat: ChatFormat
+    path: str, place: str, config: SftConfig, chat: ChatFormat
 ) -> tuple[list[SftExample], int]:
-    """Read all conversations of a file.
+    """Read all conversations of a dataset.
 
     Args:
-        path: The file.
+        path: The file, folder or name on the Hub.
         place: The config key that names it.
         config: Keys, lengths and what is trained on.
         chat: The model's chat format.
@@ -62,7 +62,7 @@ def load_conversations(
     if config.long_rows == "refuse":
         long.raise_if_any()
     if not examples:
-        raise ConfigError(f"{place}: {str(path)!r} has no example to train on; expected at least one")
+        raise ConfigError(f"{place}: {path!r} has no example to train on; expected at least one")
     return examples, long.count
 
 

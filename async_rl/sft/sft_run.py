@@ -150,7 +150,7 @@ def sft_config(config: Config) -> Config:
         ConfigError: It names no conversations.
     """
     if config.sft.path is None:
-        raise ConfigError("sft.path is missing: set it to a .jsonl or .parquet file of conversations")
+        raise ConfigError("sft.path is missing: set it to a dataset of conversations")
     trainer = replace(
         config.trainer,
         worker=config.sft.worker,
@@ -182,10 +182,10 @@ def read_data(config: Config) -> SftData:
         )
     check_trainer(config, settings.worker, "sft.worker")
     chat = load_chat_format(config.model.path, config.model.trusted_roles)
-    rows, left_out = load_conversations(Path(settings.path or ""), "sft.path", settings, chat)
+    rows, left_out = load_conversations(settings.path or "", "sft.path", settings, chat)
     validation: list[SftExample] = []
     if settings.validation is not None:
-        validation, more = load_conversations(Path(settings.validation), "sft.validation", settings, chat)
+        validation, more = load_conversations(settings.validation, "sft.validation", settings, chat)
         left_out += more
     plan = plan_batches(
         [len(row.token_ids) for row in rows],

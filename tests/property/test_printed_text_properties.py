@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from async_rl.cli.evaluate import show_scores
 from async_rl.cli.inspection.show import show_table, show_trajectory
 from async_rl.cli.inspection.trajectory_view import view_trajectory
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
+from async_rl.observability.evaluation_report import show_scores
 from async_rl.observability.text_console import TextConsole
 from async_rl.runtime.printable import printable
 from async_rl.store.archive import ArchiveRow, without_routing

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from agent_loops.base import AgentLoop
 from async_rl.config import Config
@@ -17,8 +18,13 @@ from async_rl.data.dataset import Dataset
 from async_rl.engines.pool import EngineState
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import EngineError, TrainerError
-from async_rl.evaluation import service
-from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
+from async_rl.evaluation import evaluator, service
+from async_rl.observability.evaluation_record import (
+    Estimate,
+    EvaluationRecord,
+    best_evaluation,
+    evaluation_record_log,
+)
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import Summary, step_record_log
 from async_rl.rollout.session.api import Session
@@ -26,10 +32,12 @@ from async_rl.run.inputs import RunInputs
 from async_rl.run.orchestrator import Orchestrator
 from async_rl.runtime.waits import acting
 from async_rl.store.archive import FILE, ArchiveReader
+from async_rl.trainer_protocol import BestCheckpoint, read_best
 from async_rl.types import Completion, Task, Trajectory
 from tests.support.local_cluster import LocalCluster
 from tests.support.ray_runs import make_run_folder
 from tests.support.run_config import MOE, config_with
+from trainer.checkpoints import folder
 from verification.simulation.breakable_engine import Fault
 from verification.simulation.scenario import FACTS
 from verification.simulation.users import SimulatedChat
@@ -433,6 +441,62 @@ async def test_it_is_evaluated_again_when_the_trainer_fails_in_the_middle(tmp_pa
     assert world.records[0].weight_version in (2, 3)
     assert world.records[-1].weight_version == 6
     assert not world.lent_engines()
+
+
+class KeepingTrainer:
+    """Writes folders of checkpoints, and removes old ones, in the place of a cluster's trainer."""
+
+    def __init__(self, world: World) -> None:
+        self._trainer = world.cluster.trainer
+        world.cluster.trainer.save_checkpoint = self.save  # type: ignore[method-assign]
+
+    async def save(self, directory: str, extra: dict[str, Any]) -> None:
+        folder.final_path(Path(directory), self._trainer.step).mkdir(parents=True)
+        best = read_best(Path(directory))
+        kept = set() if best is None else best.kept
+        folder.remove_old_checkpoints(Path(directory), self._trainer.step, 1, None, kept)
+
+
+def scored(monkeypatch: pytest.MonkeyPatch, *values: float) -> None:
+    """Give the evaluations these rewards, in their order; the last value to all further ones."""
+    real, left = evaluator.scores, list(values)
+
+    def scores(*arguments: Any, **options: Any) -> Any:
+        value = left.pop(0) if len(left) > 1 else left[0]
+        found = real(*arguments, **options)
+        return found | {"all": replace(found["all"], reward=Estimate(value=value))}
+
+    monkeypatch.setattr(evaluator, "scores", scores)
+
+
+@pytest.mark.parametrize("overrides", [(), (SHARED,)], ids=["plain", "shared"])
+@pytest.mark.parametrize("values", [(0.9, 0.2, 0.1), (0.1, 0.2, 0.9)], ids=["first", "last"])
+async def test_the_checkpoint_with_the_best_evaluation_is_kept(tmp_path, monkeypatch, overrides, values):
+    """Evaluated versions get a checkpoint, and of the older ones only the best stays."""
+    keep = ("trainer.keep_best=all/reward", "trainer.checkpoint_every=0", "trainer.keep_checkpoints=1")
+    world = World(make_config(tmp_path, *keep, *overrides))
+    KeepingTrainer(world)
+    scored(monkeypatch, *values)
+    check(world, await world.run())
+    directory = world.run_dir / "checkpoints"
+    there = {int(path.name.removeprefix("step_")) for path in directory.glob("step_*")}
+    best, value = best_evaluation(world.records, "all/reward")
+    assert value == 0.9
+    # Those that were the best, or were being evaluated, when the last one was written stay until another is.
+    assert {best.weight_version, 6} <= there
+    assert len(there) <= 3
+    assert read_best(directory) == BestCheckpoint(metric="all/reward", step=best.weight_version, value=0.9)
+    assert best.weight_version == (world.records[0].weight_version if values[0] == 0.9 else 6)
+
+
+async def test_no_checkpoint_is_kept_for_its_evaluation_when_the_config_names_no_figure(
+    tmp_path, monkeypatch
+):
+    world = World(make_config(tmp_path, "trainer.checkpoint_every=0"))
+    KeepingTrainer(world)
+    scored(monkeypatch, 0.9, 0.1)
+    check(world, await world.run())
+    assert [path.name for path in (world.run_dir / "checkpoints").iterdir()] == ["step_00000006"]
 
 
 @pytest.mark.parametrize("where", [2], indirect=True, ids=["workers"])

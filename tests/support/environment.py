@@ -9,6 +9,7 @@ error instead, because skipped tests go unnoticed there; a service of others tha
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -115,6 +116,10 @@ def _pypi() -> str:
         return f"PyPI does not answer: {error}"
 
 
+def _package(name: str) -> Callable[[], str]:
+    return lambda: "" if importlib.util.find_spec(name) else f"the package {name} is not installed"
+
+
 NEEDS = {
     "chromium": _tool("chromium", "chromium"),
     "prometheus": _tool("prometheus", "prometheus", "promtool"),
@@ -129,6 +134,11 @@ NEEDS = {
     "advisories": Need(
         service_problem, "run the tests where the advisory service answers", required_in_ci=False
     ),
+    **{
+        name: Need(_package(name), f"install the package {name}", required_in_ci=False)
+        for name in ("mlflow", "swanlab", "trackio")
+    },
+    "datasets": Need(_package("datasets"), "run `make setup`"),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
     "pypi": Need(_pypi, "run the tests where PyPI answers", required_in_ci=False),
 }

@@ -44,7 +44,7 @@ def test_trajectory_is_short_enough_for_the_examples_config(calculator: Path, tm
     some = tmp_path / "sft.jsonl"
     lines = (calculator / "data" / "sft.jsonl").read_text().splitlines(keepends=True)
     some.write_text("".join(lines[:500]))
-    rows, _ = load_conversations(some, "sft.path", settings, load_chat_format(calculator / "model"))
+    rows, _ = load_conversations(str(some), "sft.path", settings, load_chat_format(calculator / "model"))
     assert max(len(row.token_ids) for row in rows) < config.rollout.max_context_tokens
     assert 25 <= max(int(row.loss_mask.sum()) for row in rows) <= 40
 

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from async_rl.errors import CheckpointError
+from async_rl.trainer_protocol import BEST_FILE, BestCheckpoint, read_best
 from trainer.checkpoints import folder
 from trainer.checkpoints.manifest import Manifest, find_flaw, read_manifest, record_file, write_manifest
 
@@ -71,6 +73,21 @@ def test_newest_ones_and_every_nth_stay_when_more_are_written(tmp_path):
     assert [folder.step_of(path) for path in folder.checkpoints_newest_first(tmp_path)] == [50, 40, 20]
     folder.remove_old_checkpoints(tmp_path, 20, keep=1, every=None)  # the run was set back: later ones go
     assert [folder.step_of(path) for path in folder.checkpoints_newest_first(tmp_path)] == [20]
+
+
+def test_what_is_the_best_or_may_become_it_stays_when_more_are_written(tmp_path):
+    for step in (10, 20, 30, 40, 50):
+        make(tmp_path, step)
+    best = BestCheckpoint(metric="all/reward", step=10, value=0.5, evaluating=30)
+    (tmp_path / BEST_FILE).write_bytes(msgspec.json.encode(best))
+    found = read_best(tmp_path)
+    assert found == best
+    folder.remove_old_checkpoints(tmp_path, 50, keep=1, every=None, others=found.kept)
+    assert [folder.step_of(path) for path in folder.checkpoints_newest_first(tmp_path)] == [50, 30, 10]
+    (tmp_path / BEST_FILE).write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"best\.json is damaged"):
+        read_best(tmp_path)
+    assert read_best(tmp_path / "none") is None
 
 
 def test_checkpoint_appears_by_a_rename_and_leftovers_go(tmp_path):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,7 +17,8 @@ from async_rl.cli.plan import calibrate, describe_interrupts
 from async_rl.config import load_config, reference
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.run.memory_estimate import version_bytes
-from async_rl.runtime import yaml12
+from async_rl.runtime import loading, yaml12
+from async_rl.trainer_protocol import BEST_FILE, BestCheckpoint
 from tests.support.run_config import write_run
 
 ROOT = Path(__file__).parents[2]
@@ -90,6 +92,29 @@ def test_one_sentence_and_exit_code_2_when_the_config_cannot_work(
     assert captured.err.startswith("async-rl: ")
     assert len(captured.err.splitlines()) == 1
     assert said in captured.err
+
+
+def test_the_best_checkpoint_is_exported_when_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    exported: list[Path] = []
+
+    def export(checkpoint: Path, out: Path, **_: object) -> SimpleNamespace:
+        exported.append(checkpoint)
+        return SimpleNamespace(step=20, checkpoint=checkpoint, skipped_checkpoints=())
+
+    monkeypatch.setattr(loading, "load_object", lambda path, what: export)
+    directory = tmp_path / "checkpoints"
+    for step in (20, 40):
+        (directory / f"step_{step:08d}").mkdir(parents=True)
+    words = ["export", "--checkpoint", str(tmp_path), "--out", "out", "--best"]
+    assert main(words) == 2
+    assert "has no checkpoint that was evaluated" in capsys.readouterr().err
+    best = BestCheckpoint(metric="all/reward", step=20, value=0.5)
+    (directory / BEST_FILE).write_bytes(msgspec.json.encode(best))
+    assert main(words) == 0
+    assert main([*words[:2], str(directory), *words[3:]]) == 0
+    assert exported == [directory / "step_00000020"] * 2
 
 
 def test_an_export_is_refused_before_the_trainer_is_loaded(

@@ -16,6 +16,7 @@ import yaml
 
 from agent_loops.rewards_code import code_tests
 from async_rl.config import DataConfig, load_config
+from async_rl.data import example_files
 from async_rl.data.dataset import load_tasks
 from async_rl.errors import ConfigError
 from async_rl.observability.metrics import Metrics
@@ -63,8 +64,18 @@ def test_a_row_of_the_page_is_a_task(folder: Path, name: str, schema: str) -> No
     assert tasks[0].metadata.get("level") == (None if schema == "verl" else "easy")
 
 
+class OnHub:
+    """GSM8K, as the package `datasets` opens it."""
+
+    def iter(self, batch_size: int) -> list[pa.Table]:
+        return [pa.table({"question": ["What is 17 + 25?"], "answer": ["17 + 25 = 42\n#### 42"]})]
+
+
 @pytest.mark.parametrize("text", blocks(PAGE, "yaml", "## Datasets"))
-def test_a_config_of_the_page_passes_all_checks(folder: Path, text: str) -> None:
+def test_a_config_of_the_page_passes_all_checks(
+    folder: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(example_files, "open_dataset", lambda *_: OnHub())
     base, changes = yaml.safe_load((folder / "run.yaml").read_text()), yaml12.load(text)
     del base["data"]["path"]
     (folder / "run.yaml").write_text(yaml.safe_dump(merged(base, changes)))
@@ -74,7 +85,8 @@ def test_a_config_of_the_page_passes_all_checks(folder: Path, text: str) -> None
     for dataset in changes["data"].get("datasets", ()):
         assert dataset.get("name", dataset["path"].removesuffix(".jsonl")) in said
     for dataset in changes["data"].get("validation", ()):
-        assert f"validation: {dataset['path'].removesuffix('.jsonl')}: 1 plain examples" in said
+        name = dataset.get("name", dataset["path"].removesuffix(".jsonl"))
+        assert f"validation: {name}: 1 plain examples" in said
     for name in changes.get("rollout", {}).get("agent_loops", ()):
         assert name != "tool_agent" or "agent loop: tool_agent, of 1 tasks" in said
 

@@ -92,6 +92,36 @@ def test_a_file_has_the_name_that_its_section_gives_it(tmp_path: Path, section: 
         assert found.name == "mine"
 
 
+QUESTIONS = [
+    {"question": 'Say "a,\nb".', "final": "4"},
+    {"question": "Ünï", "final": "5"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tasks.json", json.dumps(QUESTIONS, indent=1)),
+        ("tasks.json", "".join(json.dumps(each) + "\n" for each in QUESTIONS)),
+        ("tasks.json", "\ufeff" + json.dumps(QUESTIONS)),
+        ("tasks.csv", 'question,final\r\n"Say ""a,\nb"".",4\r\n\r\nÜnï,5\r\n'),
+        ("tasks.csv", '\ufeffquestion,final\n"Say ""a,\nb"".",4\nÜnï,5'),
+    ],
+    ids=["list", "lines", "list with a byte-order mark", "csv of Windows", "csv with a byte-order mark"],
+)
+def test_tasks_are_equal_when_the_same_rows_are_json_or_csv(tmp_path: Path, name: str, content: str):
+    keys = {"messages": "question", "answer": "final"}
+    expected = list(load_tasks(DataConfig(path=str(write_jsonl(tmp_path, *QUESTIONS)), keys=keys)))
+    (tmp_path / name).write_bytes(content.encode())
+    assert list(load_tasks(DataConfig(path=str(tmp_path / name), keys=keys))) == expected
+
+
+def test_a_cell_of_csv_may_be_longer_than_pythons_default(tmp_path: Path):
+    (tmp_path / "long.csv").write_text(f"prompt\n{'x' * 200_000}\n")
+    (task,) = load_tasks(DataConfig(path=str(tmp_path / "long.csv")))
+    assert len(task.messages[0]["content"]) == 200_000
+
+
 def test_tasks_are_equal_when_the_same_rows_are_parquet(tmp_path: Path):
     call = {"function": {"name": "f", "arguments": "{}"}}
     rows = [
@@ -245,7 +275,27 @@ def test_other_keys_that_are_set_and_absent_are_told_when_no_example_has_them(tm
         ),
         ("tasks.jsonl", b"\n", "has no examples"),
         ("tasks.jsonl", None, "there is no file"),
-        ("tasks.csv", b"", r"ends in '\.csv'; expected \.jsonl or \.parquet"),
+        (
+            "tasks.txt",
+            b"",
+            r"ends in '\.txt'; expected \.jsonl, \.json, \.csv, \.parquet, a folder or hub:NAME",
+        ),
+        ("tasks.json", b'[{"prompt": "1"},', "tasks.json' is not a readable list"),
+        ("tasks.json", b'[{"prompt": "1"}, 2]', "tasks.json example 2: the example is int 2"),
+        ("tasks.json", b'{"prompt": "1"}\n{\n', "tasks.json:2: not a JSON object"),
+        ("tasks.json", "[]".encode("utf-16"), "UTF-16"),
+        ("tasks.csv", b"", "has no examples"),
+        ("tasks.csv", b"prompt,prompt\n1,2\n", "first line of .*tasks.csv' is 'prompt,prompt'"),
+        ("tasks.csv", b'prompt,answer\n"1\n1",2\n1\n', "tasks.csv:4: 1 cells; expected 2"),
+        ("tasks.csv", b"prompt,answer\n,2\n", "tasks.csv:2: 'messages' is missing"),
+        ("tasks.csv", b'prompt\n"1\n', "tasks.csv' is not readable CSV at line 2"),
+        ("tasks.csv", b"prompt\n\xff\n", "tasks.csv' is not UTF-8"),
+        ("hub:", None, "expected hub:OWNER/NAME"),
+        (
+            "hub:a/b?splits=test",
+            None,
+            r"'splits=test' is no option of it; expected config=…, split=…, revision=…",
+        ),
     ],
 )
 def test_config_error_when_a_file_cannot_be_read(
@@ -254,7 +304,12 @@ def test_config_error_when_a_file_cannot_be_read(
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=error):
-        load_tasks(DataConfig(path=str(tmp_path / name)))
+        load_tasks(DataConfig(path=name if name.startswith("hub:") else str(tmp_path / name)))
+
+
+def test_config_error_names_the_hub_when_a_path_looks_like_a_name_on_it(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no file 'openai/gsm8k' .*write hub:openai/gsm8k"):
+        load_tasks(DataConfig(path="openai/gsm8k"))
 
 
 def test_config_error_names_the_row_when_parquet_has_a_bad_one(tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 
 from async_rl.cli.evaluate import evaluate
 from async_rl.cli.inspection.browse import inspect
-from async_rl.config import EvaluationConfig, parse_config, to_builtins
+from async_rl.config import EvaluationConfig, load_config, parse_config, to_builtins
 from async_rl.engines.model_facts import load_facts
 from async_rl.engines.simulated import SimulatedEngine
 from async_rl.errors import ConfigError, EnvironmentNotReady, RewardUnavailable
@@ -25,8 +25,9 @@ from async_rl.observability.records import StepRecord
 from async_rl.observability.text_console import TextConsole
 from async_rl.observability.trackers.tracker import Trackers
 from async_rl.rollout.attempt import LocalBackend
+from async_rl.run.preflight import check_config
 from async_rl.types import Completion, Task
-from tests.support.run_config import config_with
+from tests.support.run_config import config_with, write_run
 
 
 def answer(
@@ -40,6 +41,33 @@ def answer(
         tokens=10,
         truncated=reward == 0.0,
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["trainer.keep_best=all/reward", "evaluation.every=0"],
+            "nothing is evaluated: set evaluation.every",
+        ),
+        (["trainer.keep_best=amie/reward"], "no set 'amie'; expected one of all, aime, aime/algebra"),
+        (["trainer.keep_best=aime/pass@3"], r"evaluations have reward, pass@1, pass@2, pass@4$"),
+        (["trainer.keep_best=reward"], "keep_best"),
+    ],
+)
+def test_config_error_when_evaluations_lack_the_figure_of_the_best_checkpoint(tmp_path, overrides, words):
+    config = write_run(tmp_path)
+    row = {"prompt": "1 + 1?", "answer": "2", "data_source": "algebra"}
+    (tmp_path / "aime.jsonl").write_text(json.dumps(row))
+    sets = [
+        f"data.validation=[{{path: {tmp_path / 'aime.jsonl'}}}]",
+        "evaluation.samples=4",
+        "evaluation.every=2",
+    ]
+    for figure in ("all/reward", "aime/pass@4", "aime/algebra/pass@1"):
+        check_config(load_config(config, [*sets, f"trainer.keep_best={figure}"]))
+    with pytest.raises(ConfigError, match=words):
+        check_config(load_config(config, [*sets, *overrides]))
 
 
 def test_scores_are_those_of_a_hand_computed_case():

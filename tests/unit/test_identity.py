@@ -62,6 +62,21 @@ def test_settings_that_must_not_change_are_refused_with_both_values(
     start(config)  # what was refused left nothing behind
 
 
+def test_a_changed_row_is_another_task_when_the_data_are_json_or_csv(config: Path) -> None:
+    json_file, csv_file = config.parent / "tasks.json", config.parent / "tasks.csv"
+    rows = [{"prompt": f"{number} + 1?", "answer": str(number + 1)} for number in range(20)]
+    begin(config, "data.shuffle=false")
+    json_file.write_text(json.dumps([*rows, {"prompt": "more", "answer": "1"}]))
+    start(config, "data.shuffle=false", f"data.path={json_file}")  # the same tasks, and one behind them
+    lines = [f"{row['prompt']},{row['answer']}" for row in rows]
+    csv_file.write_text("\n".join(["prompt,answer", *lines]))
+    start(config, "data.shuffle=false", f"data.path={csv_file}")
+    lines[7] = "another,1"
+    csv_file.write_text("\n".join(["prompt,answer", *lines]))
+    with pytest.raises(ConfigError, match=r"number 8 is another one in .*tasks\.csv"):
+        start(config, "data.shuffle=false", f"data.path={csv_file}")
+
+
 def test_another_model_is_refused_and_a_moved_one_is_not(config: Path) -> None:
     begin(config)
     model = config.parent / "model"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -216,7 +217,10 @@ def test_the_table_is_filtered_and_sorted(
 
 
 def test_one_of_the_table_is_shown_with_its_history_when_its_id_is_begun(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run_dir: Path,
+    trajectory: Trajectory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["inspect", str(run_dir)]) == 0
@@ -231,6 +235,14 @@ def test_one_of_the_table_is_shown_with_its_history_when_its_id_is_begun(
     portrait = json.loads(capsys.readouterr().out)
     assert [passage["role"] for passage in portrait["passages"]] == ["prompt", "policy", "tool", "policy"]
     assert portrait["passages"][1]["calls"][0]["finish_reason"] == "abort"
+    segments = iter(trajectory.segments)
+    for passage in portrait["passages"]:  # a turn of the policy is one segment per engine call
+        its = list(islice(segments, max(1, len(passage["calls"]))))
+        assert passage["token_ids"] == [token for each in its for token in each.token_ids.tolist()]
+        sampled = [each for each in its if isinstance(each, Sampled)]
+        log_probs = [value for each in sampled for value in each.rollout_log_probs.tolist()]
+        assert passage["rollout_log_probs"] == log_probs
+    assert sum(len(passage["rollout_log_probs"]) for passage in portrait["passages"]) > 0
 
 
 @pytest.mark.parametrize(

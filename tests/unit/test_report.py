@@ -11,6 +11,7 @@ import pytest
 
 from async_rl.cli import train
 from async_rl.config import Config
+from async_rl.evaluation.best_checkpoint import BestCheckpointFile
 from async_rl.observability.console_report import (
     RunProgress,
     derived_bounds,
@@ -20,6 +21,7 @@ from async_rl.observability.console_report import (
     step_line,
     write_summary,
 )
+from async_rl.observability.evaluation_record import Estimate, EvaluationRecord, EvaluationScore
 from async_rl.observability.long_work import LongWork, show_progress
 from async_rl.observability.records import StepRecord, Totals, TrajectoryCounts, summarise
 from async_rl.observability.text_console import TextConsole
@@ -75,6 +77,87 @@ def test_each_step_is_one_line_when_there_is_no_terminal(tmp_path: Path) -> None
     assert "starting 2 engines" in lines[0]
     assert lines[1].startswith("step  1/10 | reward 0.333 | ppo_kl 0.001 nats |")
     assert "interrupted 2/8 | in flight 7 | queued 3" in lines[3]
+
+
+def evaluated(version: int, reward: float, status: str = "done", **sets: float) -> EvaluationRecord:
+    def score(value: float) -> EvaluationScore:
+        near = Estimate(value=value, low=value - 0.1, high=value + 0.1, tasks=4)
+        parts = {"format": 0.5}
+        return EvaluationScore(
+            tasks=4,
+            answers=8,
+            reward=near,
+            pass_at={"1": near},
+            parts=parts,
+            tokens_mean=12.0,
+            truncated_share=0.25,
+        )
+
+    scores = {name: score(value) for name, value in {"all": reward, **sets}.items()}
+    return EvaluationRecord(
+        weight_version=version,
+        status="done" if status == "done" else "missing",
+        reason="" if status == "done" else status,
+        duration_s=12.0,
+        scores=scores if status == "done" else {},
+        asked=9,
+        dropped={"too_long": 1},
+    )
+
+
+def test_evaluations_are_lines_as_they_come(tmp_path: Path) -> None:
+    out, file = console(width=40)
+    progress = RunProgress(out)
+    progress.start(config(), tmp_path, "http://127.0.0.1:9000")
+    shown_before = len(file.getvalue().splitlines())
+    records = [
+        evaluated(20, 0.25, aime=0.25),
+        evaluated(40, 0.0, status="no engine"),
+        evaluated(60, 0.5, aime=0.5, code=0.5),
+    ]
+    for number, record in enumerate(records):
+        progress.evaluation(record, records[:number])
+    progress.stop()
+    first, aime, missing, second, *both = file.getvalue().splitlines()[shown_before:]
+    assert first.endswith("evaluation of version 20: 9 answers in 12 s; dropped: 1 too_long")
+    assert (
+        aime
+        == "  aime: reward 0.250 ± 0.100 | pass@1 0.250 ± 0.100 | format 0.500 | 12 tokens | truncated 25%"
+    )
+    assert missing.endswith("evaluation of version 40 is missing: no engine")
+    assert "evaluation of version 60" in second
+    assert [line.split(" | ")[0] for line in both] == [
+        "  all: reward 0.500 ± 0.100 (0.250 at version 20)",
+        "  aime: reward 0.500 ± 0.100 (0.250 at version 20)",
+        "  code: reward 0.500 ± 0.100",
+    ]
+
+
+def test_the_panel_shows_the_last_evaluation(tmp_path: Path) -> None:
+    progress = RunProgress(console(terminal=True)[0])
+    progress.evaluation(evaluated(20, 0.25), [])
+    progress.evaluation(evaluated(40, 0.0, status="no engine"), [])
+    out, file = console()
+    out.print(progress.render())
+    assert "reward 0.250 ± 0.100 at version 20" in file.getvalue()
+
+
+def test_the_summary_shows_the_last_and_the_best_evaluation_and_its_checkpoint(tmp_path: Path) -> None:
+    out, file = console()
+    records = steps(2)
+    evaluations = [evaluated(20, 0.75, aime=0.5), evaluated(40, 0.5, aime=0.25)]
+    print_summary(out, tmp_path, records, summarise(records, TOTALS), evaluations)
+    text = file.getvalue()
+    assert "version 40, all/reward 0.500 ± 0.100" in text
+    assert "version 20, all/reward 0.750 ± 0.100" in text
+    assert "best checkpoint" not in text
+    (tmp_path / "checkpoints").mkdir()
+    BestCheckpointFile("aime/pass@1", tmp_path / "checkpoints", lambda: evaluations).write()
+    (tmp_path / "checkpoints" / "step_00000040").mkdir()
+    BestCheckpointFile("aime/pass@1", tmp_path / "checkpoints", lambda: evaluations).write()
+    print_summary(out, tmp_path, records, summarise(records, TOTALS), evaluations)
+    assert "of step 40, 0.25; kept by trainer.keep_best" in file.getvalue()  # 20 has no checkpoint
+    assert "version 20, aime/pass@1 0.500 ± 0.100" in file.getvalue()
 
 
 def panel(folder: Path, records: list[StepRecord]) -> str:

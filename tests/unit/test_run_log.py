@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from async_rl.engines.pool import EnginePool
 from async_rl.errors import AsyncRLError
+from async_rl.observability.evaluation_record import EvaluationRecord, evaluation_record_log
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.record_log import RecordLog
 from async_rl.observability.records import StepRecord, TrajectoryCounts, step_record_log
@@ -110,6 +111,17 @@ async def test_records_continue_from_the_checkpoint_when_a_run_is_restarted(
     assert metrics.registry.get_sample_value("async_rl_trainer_idle_ratio") == pytest.approx(10 / 25)
     summary = run_log.summary(Queue().groups.ledger.counts(), ended_s=now_s)
     assert (summary.rl_seconds, summary.tokens_per_s) == (25.0, 2.0)
+
+
+async def test_evaluations_of_undone_steps_are_removed_when_a_run_is_set_back(tmp_path: Path) -> None:
+    """Else the score of an undone version would be that of the version that is trained in its place."""
+    file = evaluation_record_log(tmp_path / "evaluations.jsonl")
+    for version in (2, 4, 6):
+        file.append(EvaluationRecord(weight_version=version, status="done"))
+    run_log = make_run_log(tmp_path, Metrics(), lambda: 0.0)
+    await run_log.load_records_until(4)
+    assert [record.weight_version for record in run_log.evaluations] == [2, 4]
+    assert [record.weight_version for record in file.read()] == [2, 4]
 
 
 async def test_a_run_goes_on_when_its_last_step_was_trained_before_the_update_of_the_one_before_ended(

@@ -47,7 +47,7 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def rows_of(path: Path, name: str = "ours", **changes: Any):
-    return load_conversations(path, "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
+    return load_conversations(str(path), "sft.path", SftConfig(path=str(path), **changes), chat_of(name))
 
 
 def by_mask(row, chat) -> list[tuple[bool, str]]:
@@ -150,11 +150,11 @@ def test_calls_keep_their_ids_and_nothing_is_left_out(tmp_path, content, num_cal
     )
     chat, config = ChatFormat(tokenizer), SftConfig(path=str(path))
     if lost is None:
-        ((example,), _) = load_conversations(path, "sft.path", config, chat)
+        ((example,), _) = load_conversations(str(path), "sft.path", config, chat)
         assert 'I add.call_7add{"a": 1}' in chat.decode(example.token_ids)
     else:
         with pytest.raises(ConfigError, match=f"leaves out '{lost}' of an assistant message with tool calls"):
-            load_conversations(path, "sft.path", config, chat)
+            load_conversations(str(path), "sft.path", config, chat)
 
 
 def test_file_and_line_are_named_when_a_role_is_not_known(tmp_path):

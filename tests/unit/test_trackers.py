@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sqlite3
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import msgspec
@@ -19,8 +24,11 @@ from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import StepRecord
 from async_rl.observability.trackers import choice
 from async_rl.observability.trackers.file_trackers import JsonlTracker, TensorBoardTracker
+from async_rl.observability.trackers.mlflow import MlflowTracker
 from async_rl.observability.trackers.names import DERIVED, FIELDS, OWN, OWN_BY_KEY, count_devices, figures
+from async_rl.observability.trackers.swanlab import SwanlabTracker
 from async_rl.observability.trackers.tracker import MAX_WAITING, Trackers
+from async_rl.observability.trackers.trackio import TrackioTracker
 from async_rl.trainer_protocol import Extreme
 from tests.support.run_config import config_with
 
@@ -189,6 +197,132 @@ def test_wandb_is_told_where_a_run_belongs(tmp_path: Path, monkeypatch: pytest.M
     assert init.call_args.kwargs["project"] == "maths"
 
 
+@pytest.fixture
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what services write on this machine in the folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+
+
+def steps_in_mlflow(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    rows = "SELECT step, value FROM metrics WHERE key = 'val-core/aime/pass_8' AND run_uuid = ? ORDER BY step"
+    with closing(sqlite3.connect(folder / "mlflow.db")) as database:
+        return database.execute(rows, (run_id,)).fetchall()
+
+
+def steps_in_trackio(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    rows = "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY step"
+    with closing(sqlite3.connect(folder / "trackio" / "async_rl.db")) as database:
+        found = database.execute(rows, (run_id,)).fetchall()
+    return [(step, json.loads(metrics)["val-core/aime/pass@8"]) for step, metrics in found]
+
+
+def steps_in_swanlab(folder: Path, run_id: str) -> list[tuple[int, float]]:
+    """Its files are its own; there is one for each start, of the same run."""
+    assert len(list((folder / "swanlab").glob(f"run-*-{run_id}"))) == 2
+    return [(step, step / 8) for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.real
+@pytest.mark.filterwarnings("ignore")  # of the services' packages
+@pytest.mark.parametrize(
+    ("name", "steps_in"),
+    [
+        pytest.param("mlflow", steps_in_mlflow, marks=pytest.mark.needs("mlflow")),
+        pytest.param("swanlab", steps_in_swanlab, marks=pytest.mark.needs("swanlab")),
+        pytest.param("trackio", steps_in_trackio, marks=pytest.mark.needs("trackio")),
+    ],
+)
+def test_a_service_has_each_step_once_when_a_run_resumes(
+    tmp_path: Path, own_folders: None, name: str, steps_in: Callable[[Path, str], list[tuple[int, float]]]
+) -> None:
+    """The real packages take what they are given, on this machine; a repeated step is given once."""
+    ids = []
+    for steps in ((1, 2, 3), (2, 3, 4)):
+        tracker = choice.choose(config(name))[name](config(name), tmp_path)
+        for step in steps:
+            tracker.log(step, {"val-core/aime/pass@8": step / 8, "val-core/a (é)/reward/mean": 1.0})
+        tracker.close()
+        ids.append(json.loads((tmp_path / f"{name}.json").read_text())["id"])
+    assert ids[0] == ids[1]
+    assert steps_in(tmp_path, ids[0]) == [(step, step / 8) for step in (1, 2, 3, 4)]
+
+
+class FakeMlflow:
+    """MLflow's client, where the package is not installed; keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.experiments: dict[str, SimpleNamespace] = {}
+        self.batches: list[dict[str, Any]] = []
+        self.status = ""
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace | None:
+        return self.experiments.get(name)
+
+    def create_experiment(self, name: str) -> str:
+        self.experiments[name] = SimpleNamespace(experiment_id="7")
+        return "7"
+
+    def create_run(self, experiment_id: str, run_name: str) -> SimpleNamespace:
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"{run_name} in {experiment_id}"))
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self.status = status
+
+    def set_terminated(self, run_id: str) -> None:
+        self.status = "FINISHED"
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        self.batches.append({"run": run_id, "metrics": list(metrics), "params": list(params)})
+
+
+def test_mlflow_gets_each_step_once_in_requests_that_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = FakeMlflow()
+    entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda *values: values)
+    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", SimpleNamespace(MlflowClient=lambda: client))
+    figures = {f"val-core/set {number}/pass@8": float(number) for number in range(1500)}
+    for steps in ((1, 2), (2, 3)):
+        tracker = MlflowTracker(config("mlflow", project="maths"), tmp_path)
+        for step in steps:
+            tracker.log(step, figures)
+        assert client.status in ("", "RUNNING")
+        tracker.close()
+    assert client.status == "FINISHED"
+    assert list(client.experiments) == ["maths"]
+    assert {batch["run"] for batch in client.batches} == {"run in 7"}
+    sent = [metric for batch in client.batches for metric in batch["metrics"]]
+    assert [metric[3] for metric in sent] == [step for step in (1, 2, 3) for _ in range(1500)]
+    assert sent[1][:2] == ("val-core/set 1/pass_8", 1.0)
+    assert max(len(batch["metrics"]) for batch in client.batches) == 1000
+    assert ("metrics.project", "maths") in [param for batch in client.batches for param in batch["params"]]
+
+
+@pytest.mark.parametrize(("name", "tracker"), [("swanlab", SwanlabTracker), ("trackio", TrackioTracker)])
+def test_services_are_told_where_a_run_belongs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tracker: Any
+) -> None:
+    service = Mock()
+    monkeypatch.setitem(sys.modules, name, service)
+    for steps in ((1, 2), (2, 3)):
+        made = tracker(config(name, project="maths"), tmp_path)
+        for step in steps:
+            made.log(step, {"actor/ppo_kl": 0.5})
+        made.close()
+    first, second = (call.kwargs for call in service.init.call_args_list)
+    assert first["project"] == "maths"
+    identity = "id" if name == "swanlab" else "name"
+    assert first[identity] == second[identity]
+    assert first["resume"] == "allow"
+    assert [call.kwargs["step"] for call in service.init().log.call_args_list] == [1, 2, 3]
+
+
 # -- never in the way ----------------------------------------------------------------------------------
 
 
@@ -263,13 +397,16 @@ def test_a_tracker_of_ones_own_is_named_by_its_path(tmp_path: Path, monkeypatch:
         (("tensorbord",), ConfigError, r"no tracker 'tensorbord'; did you mean 'tensorboard'\?"),
         (("jsonl", "jsonl"), ConfigError, "names 'jsonl' more than once"),
         (("nowhere:Tracker",), ConfigError, "there is no module 'nowhere'"),
-        (("wandb",), EnvironmentNotReady, r"pip install -e '\.\[wandb\]'"),
+        *(
+            ((name,), EnvironmentNotReady, rf"pip install -e '\.\[{name}\]'")
+            for name in ("wandb", "mlflow", "swanlab", "trackio")
+        ),
     ],
 )
 def test_the_remedy_is_named_when_there_is_no_such_tracker(
     monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], error: type[Exception], says: str
 ) -> None:
-    if names == ("wandb",):
+    if error is EnvironmentNotReady:
         monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(error, match=says):
         choice.choose(config(*names))

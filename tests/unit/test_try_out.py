@@ -47,6 +47,9 @@ def test_trajectories_are_shown_and_saved_when_a_loop_is_tried_out(
     for view in views:
         assert [p["role"] for p in view["passages"]] == ["prompt", "policy", "tool", "policy"]
         assert [p["trained"] for p in view["passages"]] == [False, True, False, True]
+        assert [len(p["token_ids"]) for p in view["passages"]] == [p["tokens"] for p in view["passages"]]
+        sampled = [p["tokens"] if p["turn"] else 0 for p in view["passages"]]
+        assert [len(p["rollout_log_probs"]) for p in view["passages"]] == sampled
         assert view["routing"]["rows"] == view["tokens"] - 1
         assert view["routing"]["invalid"] == 0
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 from async_rl.runtime.files import sync
@@ -92,7 +92,9 @@ def publish_checkpoint(directory: Path, step: int) -> Path:
     return final
 
 
-def remove_old_checkpoints(directory: Path, step: int, keep: int, every: int | None) -> list[Path]:
+def remove_old_checkpoints(
+    directory: Path, step: int, keep: int, every: int | None, others: Set[int] = frozenset()
+) -> list[Path]:
     """Remove checkpoints that are no longer needed, once the checkpoint of a step is complete.
 
     Args:
@@ -101,19 +103,22 @@ def remove_old_checkpoints(directory: Path, step: int, keep: int, every: int | N
         run.
         keep: The number of newest checkpoints to keep.
         every: Checkpoints whose step is a multiple of this are kept as well.
+        others: Further steps whose checkpoints are kept.
 
     Returns:
         The removed folders.
     """
     paths = {step_of(path) or 0: path for path in checkpoints_newest_first(directory)}
-    kept = steps_kept(paths, step, keep, every)
+    kept = steps_kept(paths, step, keep, every, others)
     removed = [path for number, path in paths.items() if number not in kept]
     for path in removed:
         shutil.rmtree(path, ignore_errors=True)
     return removed
 
 
-def steps_kept(steps: Iterable[int], newest: int, keep: int, every: int | None) -> set[int]:
+def steps_kept(
+    steps: Iterable[int], newest: int, keep: int, every: int | None, others: Set[int] = frozenset()
+) -> set[int]:
     """Return the steps whose checkpoints `remove_old_checkpoints` keeps when `newest` is the newest step."""
     there = sorted(step for step in steps if step <= newest)
-    return set(there[-keep:]) | {step for step in there if every and step % every == 0}
+    return set(there[-keep:]) | {step for step in there if (every and step % every == 0) or step in others}

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from async_rl.config import Config
 from async_rl.errors import CheckpointError
-from async_rl.trainer_protocol import Saved
+from async_rl.trainer_protocol import Saved, read_best
 from trainer.checkpoints import folder
 from trainer.checkpoints.manifest import (
     FileRecord,
@@ -92,6 +92,7 @@ class CheckpointSaver:
         )
         """What every manifest has; step, `extra` and files are those of one checkpoint."""
         self._keep, self._keep_every = trainer.keep_checkpoints, trainer.keep_every
+        self._keeps_best = trainer.keep_best is not None
         timeout_s = trainer.step_timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -194,4 +195,6 @@ class CheckpointSaver:
         files |= {name: record_file(scratch / name) for name in common}
         write_manifest(scratch, msgspec.structs.replace(manifest, files=files))
         folder.publish_checkpoint(directory, manifest.step)
-        folder.remove_old_checkpoints(directory, manifest.step, self._keep, self._keep_every)
+        best = read_best(directory) if self._keeps_best else None
+        kept = set() if best is None else best.kept
+        folder.remove_old_checkpoints(directory, manifest.step, self._keep, self._keep_every, kept)

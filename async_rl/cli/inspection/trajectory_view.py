@@ -62,11 +62,14 @@ class Passage(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the turn, from 1; None for other authors than the policy."""
     text: str
     tokens: int
+    token_ids: tuple[int, ...]
     trained: bool
     """Whether its tokens are trained on if the trajectory is. Tokens that a branch inherits are trained where
     they were sampled.
     """
     calls: tuple[EngineCall, ...] = ()
+    rollout_log_probs: tuple[float, ...] = ()
+    """The log-prob of each token under the policy that sampled it, nats; empty for other authors."""
     log_probs: LogProbs | None = None
     engine_s: float | None = None
     """Seconds in engine calls."""
@@ -173,11 +176,14 @@ def _passages(trajectory: Trajectory, decode: Decode, oldest: int | None) -> tup
     for (is_sampled, is_inherited), run in groupby(marked, key=lambda mark: mark[:2]):
         members = [segment for *_, segment in run]
         texts = _texts(members, decode)
-        tokens = sum(len(segment.token_ids) for segment in members)
+        token_ids = tuple(token_id for segment in members for token_id in segment.token_ids.tolist())
+        tokens = len(token_ids)
         if not is_sampled:
             text = "".join(texts)
             role: Role = role_of(text) if passages else "prompt"
-            passages.append(Passage(role=role, turn=None, text=text, tokens=tokens, trained=False))
+            passages.append(
+                Passage(role=role, turn=None, text=text, tokens=tokens, token_ids=token_ids, trained=False)
+            )
         else:
             turn += 1
             sampled = [segment for segment in members if isinstance(segment, Sampled)]
@@ -188,8 +194,12 @@ def _passages(trajectory: Trajectory, decode: Decode, oldest: int | None) -> tup
                     turn=turn,
                     text="".join(texts),
                     tokens=tokens,
+                    token_ids=token_ids,
                     trained=not is_inherited,
                     calls=tuple(_call(text, s, oldest) for text, s in zip(texts, sampled, strict=True)),
+                    rollout_log_probs=tuple(
+                        log_prob for segment in sampled for log_prob in segment.rollout_log_probs.tolist()
+                    ),
                     log_probs=_log_probs(sampled, decode),
                     engine_s=None if record is None else record.engine_s,
                     notes={} if record is None else record.metadata,

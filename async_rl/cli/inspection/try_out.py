@@ -83,6 +83,7 @@ _OVERRIDES: Final = (
     "trainer.loss.advantages=reinforce++",
     "trainer.loss.advantages_args={}",
     "trainer.critic={}",
+    "trainer.keep_best=null",
     "evaluation.every=0",
     "evaluation.at_start=false",
     *ON_THIS_MACHINE,

@@ -28,19 +28,46 @@ ABORTED_S = 2.0
 """The longest wait for trackers after the second Ctrl-C, in seconds."""
 
 
+# The client of a service takes a second or more to import, and tens of megabytes: only runs that use it pay.
+
+
 def _wandb(config: Config, run_dir: Path) -> Tracker:
-    from async_rl.observability.trackers.wandb import (
-        WandbTracker,  # the import takes a second and 60 MB: only runs that use it pay
-    )
+    from async_rl.observability.trackers.wandb import WandbTracker
 
     return WandbTracker(config, run_dir)
 
+
+def _mlflow(config: Config, run_dir: Path) -> Tracker:
+    from async_rl.observability.trackers.mlflow import MlflowTracker
+
+    return MlflowTracker(config, run_dir)
+
+
+def _swanlab(config: Config, run_dir: Path) -> Tracker:
+    from async_rl.observability.trackers.swanlab import SwanlabTracker
+
+    return SwanlabTracker(config, run_dir)
+
+
+def _trackio(config: Config, run_dir: Path) -> Tracker:
+    from async_rl.observability.trackers.trackio import TrackioTracker
+
+    return TrackioTracker(config, run_dir)
+
+
+SERVICES: Mapping[str, Maker] = {
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "swanlab": _swanlab,
+    "trackio": _trackio,
+}
+"""By the name of the package that each needs, and of the extra that has it."""
 
 KNOWN: Mapping[str, Maker] = {
     "console": lambda _, __: ConsoleTracker(),
     "jsonl": lambda _, run_dir: JsonlTracker(run_dir / "tracker.jsonl"),
     "tensorboard": lambda _, run_dir: TensorBoardTracker(run_dir / "tensorboard"),
-    "wandb": _wandb,
+    **SERVICES,
 }
 
 
@@ -55,11 +82,12 @@ def choose(config: Config) -> dict[str, Maker]:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ConfigError(f"metrics.trackers names {twice[0]!r} more than once: leave one")
-    if "wandb" in names and importlib.util.find_spec("wandb") is None:
-        raise EnvironmentNotReady(
-            "metrics.trackers names wandb, which is not installed: run `pip install -e '.[wandb]'` in "
-            "async_rl's checkout, or take another tracker"
-        )
+    for name in names:
+        if name in SERVICES and importlib.util.find_spec(name) is None:
+            raise EnvironmentNotReady(
+                f"metrics.trackers names {name}, which is not installed: run `pip install -e '.[{name}]'` in "
+                "async_rl's checkout, or take another tracker"
+            )
     return {name: _maker(name) for name in names}
 
 

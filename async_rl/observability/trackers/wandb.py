@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import msgspec
-
 from async_rl.config import Config, to_builtins
-from async_rl.runtime.files import replace_file
+from async_rl.observability.trackers.service_tracker import ServiceTracker
 
 
-class _Kept(msgspec.Struct, kw_only=True):
-    """What the next start of a run must know; kept in the run folder."""
-
-    id: str
-    last: int = -1
-    """Step."""
-
-
-class WandbTracker:
-    """One wandb run across restarts of a run: its id is kept in the run folder, and no step is logged twice.
-
-    What wandb has cannot be taken back: steps that are repeated after a restart from a checkpoint are left
-    out until there is a new one. `metrics.jsonl` has the repeated ones.
-    """
+class WandbTracker(ServiceTracker):
+    """One wandb run."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         """Log in, which may take long.
@@ -37,16 +22,12 @@ class WandbTracker:
         """
         import wandb
 
-        self._path = run_dir / "wandb.json"
-        self._kept = (
-            msgspec.json.decode(self._path.read_bytes(), type=_Kept)
-            if self._path.exists()
-            else _Kept(id=uuid4().hex[:8])
-        )
+        super().__init__(run_dir / "wandb.json")
+        run_id = self.run_id or uuid4().hex[:8]
         self._run: Any = wandb.init(
             project=config.metrics.wandb_project,
             name=config.run.name,
-            id=self._kept.id,
+            id=run_id,
             resume="allow",
             dir=str(run_dir),
             config=to_builtins(config),
@@ -57,18 +38,12 @@ class WandbTracker:
                 disable_code=True,
             ),
         )
-        self._keep()
+        self.keep_run(run_id)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Implements `Tracker.log`."""
-        if step > self._kept.last:
-            self._run.log(dict(metrics), step=step)
-            self._kept.last = step
-            self._keep()
+    def send_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Implements `ServiceTracker.send_step`."""
+        self._run.log(metrics, step=step)
 
     def close(self) -> None:
         """Implements `Tracker.close`."""
         self._run.finish()
-
-    def _keep(self) -> None:
-        replace_file(self._path, msgspec.json.encode(self._kept))
