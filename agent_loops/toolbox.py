@@ -21,7 +21,7 @@ from msgspec import Meta
 from agent_loops.mcp import McpServer, McpServerSpec
 from agent_loops.parsing import Call, MalformedCall
 from agent_loops.tools import Tool, load_tool
-from async_rl.errors import ConfigError, ToolError
+from async_rl.errors import ConfigError, SandboxLost, ToolError
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.supervision import finished
@@ -45,7 +45,7 @@ class _Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_concurrent: PositiveInt | None = None
     """The most concurrent calls over all trajectories; waiting for a slot does not count for `timeout_s`."""
     timeout_s: PositiveFloat | None = None
-    """The longest call; `rollout.tool_timeout_s` by default."""
+    """The longest call; by default the tool's own limit, or `rollout.tool_timeout_s`."""
 
 
 class ToolSpec(_Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,12 +137,15 @@ class Toolbox:
         return ", ".join([*(name for name in self._tools), *servers])
 
     async def __aenter__(self) -> Self:
-        """Connect to the MCP servers.
+        """Enter the tools that trajectories share something of, and connect to the MCP servers.
 
         Raises:
-            EnvironmentNotReady: A server does not answer, or lacks a tool.
+            EnvironmentNotReady: A tool cannot be entered, or a server does not answer or lacks a tool.
         """
         async with AsyncExitStack() as stack:
+            for limited in self._tools.values():
+                if limited.tool.shared is not None:
+                    await stack.enter_async_context(limited.tool.shared)
             for server, spec in self._servers:
                 await stack.enter_async_context(server)
                 for tool in server.tools(spec.only):
@@ -196,7 +199,11 @@ class TrajectoryTools:
         """States by tool, in the order of their creation."""
 
     async def answer_call(self, call: Call) -> dict[str, Any]:
-        """Run one call and return its tool message, with an error as text; outcome and metrics count it."""
+        """Run one call and return its tool message, with an error as text; outcome and metrics count it.
+
+        Raises:
+            SandboxLost: The tool has lost its sandbox.
+        """
         limited = None if isinstance(call, MalformedCall) else self._tools.get(call.name)
         clock = asyncio.get_running_loop().time
         begin = started = clock()
@@ -207,7 +214,7 @@ class TrajectoryTools:
                 raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
             async with self._lock_of(limited.tool), limited.slot():
                 started = clock()
-                timeout_s = limited.timeout_s or self._session.tool_timeout_s
+                timeout_s = limited.timeout_s or limited.tool.timeout_s or self._session.tool_timeout_s
                 state = await self._state_of(limited.tool, timeout_s)
                 content = await limited.tool.call(call.arguments, timeout_s=timeout_s, state=state)
             error = False
@@ -245,6 +252,8 @@ class TrajectoryTools:
             try:
                 async with serving_timeout(timeout_s) as limit, waiting("tool", tool.name, scope=limit):
                     self._states[tool.name] = await tool.create(self._task)
+            except SandboxLost:
+                raise  # fails the attempt: the policy is not to blame
             except Exception as error:  # the tool's own code may raise anything
                 told = str(error) or type(error).__name__
                 raise ToolError(f"{tool.name}: cannot be set up: {told}") from error

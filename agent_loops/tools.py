@@ -7,12 +7,13 @@ import inspect
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
-from async_rl.errors import ConfigError, ToolError
+from async_rl.errors import ConfigError, SandboxLost, ToolError
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.printable import as_json, without_surrogates
 from async_rl.runtime.serving_clock import serving_timeout
@@ -61,6 +62,12 @@ class Tool:
     keeps_state = False
     """Whether the tool has a state for each trajectory, from `create` to `release`."""
 
+    timeout_s: float | None = None
+    """The tool's own limit of a call; None takes `rollout.tool_timeout_s`. The config's entry is first."""
+
+    shared: AbstractAsyncContextManager[Any] | None = None
+    """What all trajectories share, entered for the whole run."""
+
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.name: str = name or function.__name__
         self._function = function
@@ -106,6 +113,8 @@ class Tool:
             ):
                 given = (state,) if self.keeps_state else ()
                 result = await _run(partial(self._function, *given, **values), f"tool-{self.name}")
+        except SandboxLost:
+            raise  # fails the attempt: the policy is not to blame
         except ToolError as error:
             raise ToolError(f"{self.name}: {error}") from error
         except TimeoutError as error:
@@ -125,6 +134,9 @@ class StatefulTool(Tool):
     async. The state is made before the trajectory's first call and released at its end, even if the
     trajectory is cancelled or times out; calls of one trajectory run one after the other. Without `create`
     there is no state, and `execute` has no parameter for it.
+
+    An attribute `timeout_s` is the time limit of its calls in place of `rollout.tool_timeout_s`. A class that
+    is an async context manager is entered before the first trajectory and exited at the end of the run.
 
     Example:
         >>> class Notebook:
@@ -149,6 +161,8 @@ class StatefulTool(Tool):
 
     def __init__(self, thing: Any, *, name: str | None = None) -> None:
         self._thing = thing
+        self.timeout_s = getattr(thing, "timeout_s", None)
+        self.shared = thing if isinstance(thing, AbstractAsyncContextManager) else None
         self.keeps_state = hasattr(thing, "create")
         if hasattr(thing, "release") and not self.keeps_state:
             raise ConfigError(

@@ -19,6 +19,7 @@ AsyncRLError            exit 1   a service failed; the message names it
 │   ├── OutOfTurns      `rollout.max_turns` are used
 │   ├── RequestRefused  an engine refuses this request; any other engine would too
 │   ├── AgentLoopError  the agent loop raised or ran past its time
+│   │   └── SandboxLost a sandbox did not start, or is gone: never scored, the attempt is repeated
 │   ├── ToolError       a tool raised or ran past its time (the model sees it as text)
 │   └── RewardError     the reward raised or returned no finite number
 │       └── RewardUnavailable  its infrastructure failed: server, process, sandbox, time limit
@@ -182,6 +183,10 @@ class RequestRefused(RolloutError):
 
 class AgentLoopError(RolloutError):
     """An agent loop raised or ran past its time."""
+
+
+class SandboxLost(AgentLoopError):
+    """A sandbox did not start, is gone, or does not answer: no fault of the trajectory, and no score of 0."""
 
 
 class ToolError(RolloutError):

@@ -22,6 +22,7 @@ import pytest
 
 from agent_loops.sandbox import Limits, Sandbox
 from async_rl.errors import EnvironmentNotReady
+from tests.support import podman
 from tests.support.advisories import service_problem
 from tests.support.browser import FLAGS
 
@@ -119,6 +120,11 @@ NEEDS = {
     ),
     "advisories": Need(
         service_problem, "run the tests where the advisory service answers", required_in_ci=False
+    ),
+    "podman": Need(
+        podman.problem,
+        "install podman, runc and a static busybox (Debian: busybox-static)",
+        required_in_ci=False,
     ),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
 }
