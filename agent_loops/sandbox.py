@@ -118,7 +118,7 @@ class Sandbox:
                 )
         if sys.platform != "linux":
             raise EnvironmentNotReady(f"the sandbox needs Linux; this is {sys.platform}")
-        _check_isolation(self.limits)
+        check_isolation(self.limits)
 
     async def run_program(self, code: str, *, stdin: str = "", echo: bool = False) -> ProgramResult:
         """Run a program in a new interpreter.
@@ -154,15 +154,19 @@ class Interpreter:
         self._scratch = scratch
 
     @classmethod
-    async def start(cls, limits: Limits) -> Interpreter:
+    async def start(cls, limits: Limits, *, processes: bool = False) -> Interpreter:
         """Start the process, and wait until it can run programs; the caller must `close` it.
 
         A process that does not start is not mistaken for a program that fails.
 
+        Args:
+            limits: The limits of its programs.
+            processes: Whether they may start processes, each with its own memory; only with namespaces.
+
         Raises:
             SandboxLost: The process does not start.
         """
-        command, scratch = sandbox_command(limits)
+        command, scratch = sandbox_command(limits, processes=processes)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -432,9 +436,10 @@ def _as_limits(given: dict[str, Any]) -> Limits:
         ) from error
 
 
-def sandbox_command(limits: Limits) -> tuple[list[str], str | None]:
+def sandbox_command(limits: Limits, *, processes: bool = False) -> tuple[list[str], str | None]:
     """Return the command of the process, and its scratch folder on the host, if any."""
     isolated = limits.isolation == "namespaces"
+    assert isolated or not processes, "without namespaces nothing would end the processes"
     user = next(_users) if os.geteuid() == 0 else None
     scratch = None if isolated else tempfile.mkdtemp(prefix="async-rl-sandbox-")
     if scratch is not None and user is not None:
@@ -452,6 +457,7 @@ def sandbox_command(limits: Limits) -> tuple[list[str], str | None]:
     python = os.path.realpath(limits.python or sys.executable)
     settings = {
         "namespaces": isolated,
+        "processes": processes,
         "user": user,
         "scratch": scratch,
         "scratch_bytes": limits.scratch_mb << 20,
@@ -511,9 +517,13 @@ def _environment(limits: Limits) -> dict[str, str]:
     return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **home}
 
 
-def _check_isolation(limits: Limits) -> None:
-    """Run an empty program, so that missing isolation is reported before the first trajectory."""
-    command, scratch = sandbox_command(limits)
+def check_isolation(limits: Limits, *, processes: bool = False) -> None:
+    """Run an empty program, so that missing isolation is reported before the first trajectory.
+
+    Raises:
+        EnvironmentNotReady: The machine does not allow the configured isolation.
+    """
+    command, scratch = sandbox_command(limits, processes=processes)
     try:
         ran = subprocess.run(
             command,

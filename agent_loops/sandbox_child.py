@@ -62,6 +62,7 @@ REFUSED = {
     "userfaultfd": (323, 282),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
+    "pidfd_getfd": (438, 438),
     "kexec_load": (246, 104),
     "kexec_file_load": (320, 294),
     "open_by_handle_at": (304, 265),
@@ -97,7 +98,11 @@ REFUSED_WITHOUT_NAMESPACES = {
     "pidfd_send_signal": (424, 424),
     "pidfd_open": (434, 434),
 }
-SOCKETPAIR, CLONE, CLONE3, FCNTL = (53, 199), (56, 220), 435, (72, 25)
+PROCESSES = ("fork", "vfork")
+"""What of these a shell needs; `agent_loops.sandboxes.local` bounds the memory by the number of processes."""
+SOCKETPAIR, CLONE, CLONE3, FCNTL, PRLIMIT = (53, 199), (56, 220), 435, (72, 25), (302, 261)
+CLONE_NEW = 0x7E020000
+"""New namespaces: clone(2)."""
 CLONE_THREAD, F_SETLK, F_SETLKW, F_OFD_SETLK, F_OFD_SETLKW, F_SETPIPE_SZ = 0x10000, 6, 7, 37, 38, 1031
 AST_ONLY = 0x400
 """`ast.PyCF_ONLY_AST`; the module `ast` takes milliseconds to import."""
@@ -154,7 +159,9 @@ def set_up_isolation(settings: dict[str, Any]) -> None:
         os.chdir(settings["scratch"])
     limit(settings)
     pairs = settings["namespaces"] and settings["limits"]["NOFILE"] * buffer_bytes() <= MAX_BUFFER_BYTES
-    filtered = filter_calls(libc, alone=not settings["namespaces"], pairs=pairs)
+    filtered = filter_calls(
+        libc, alone=not settings["namespaces"], pairs=pairs, processes=settings["processes"]
+    )
     if settings["namespaces"]:
         check(filtered, "a filter of system calls is refused")
     else:
@@ -268,13 +275,17 @@ def leave_privileges(libc: CDLL, user: int | None) -> None:
     check(libc.capset(ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)())), "capset")
 
 
-def filter_calls(libc: CDLL, *, alone: bool, pairs: bool) -> int:
+def filter_calls(libc: CDLL, *, alone: bool, pairs: bool, processes: bool) -> int:
     """Refuse system calls: those of the tables, new processes, and what fills memory through `fcntl`.
+
+    Where processes are allowed, none may have new namespaces, or change the limits of another one: the first
+    process of the sandbox has the same user.
 
     Args:
         libc: The C library.
         alone: Whether there are no namespaces, so that signals to other processes are refused.
         pairs: Whether pairs of Unix sockets are allowed.
+        processes: Whether new processes are allowed.
 
     Returns:
         0, or -1 if the kernel refuses the filter (errno).
@@ -284,7 +295,9 @@ def filter_calls(libc: CDLL, *, alone: bool, pairs: bool) -> int:
     import ctypes
 
     architecture, column = MACHINES[os.uname().machine]
-    refused = [*REFUSED.values(), *REFUSED_UNACCOUNTED.values()]
+    allowed = PROCESSES if processes else ()
+    refused = [*REFUSED.values()]
+    refused += [numbers for name, numbers in REFUSED_UNACCOUNTED.items() if name not in allowed]
     refused += REFUSED_WITHOUT_NAMESPACES.values() if alone else ()
     code: list[bytes] = []
 
@@ -307,9 +320,15 @@ def filter_calls(libc: CDLL, *, alone: bool, pairs: bool) -> int:
     add(leave, unknown)
     add(equal, CLONE[column], 0, 4)
     add(load, 16)  # the low half of the first argument
-    add(some_bits, CLONE_THREAD, 1, 0)
+    add(some_bits, CLONE_NEW if processes else CLONE_THREAD, *((0, 1) if processes else (1, 0)))
     add(leave, refuse)
     add(leave, allow)
+    if processes:
+        add(equal, PRLIMIT[column], 0, 4)
+        add(load, 16)
+        add(equal, 0, 1, 0)  # itself
+        add(leave, refuse)
+        add(leave, allow)
     add(equal, SOCKETPAIR[column], 0, 4)
     add(load, 16)
     add(equal, 1 if pairs else 0xFFFF, 1, 0)  # Unix

@@ -45,7 +45,7 @@ class _Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_concurrent: PositiveInt | None = None
     """The most concurrent calls over all trajectories; waiting for a slot does not count for `timeout_s`."""
     timeout_s: PositiveFloat | None = None
-    """The longest call; `rollout.tool_timeout_s` by default."""
+    """The longest call; by default the tool's own limit, or `rollout.tool_timeout_s`."""
 
 
 class ToolSpec(_Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,12 +137,15 @@ class Toolbox:
         return ", ".join([*(name for name in self._tools), *servers])
 
     async def __aenter__(self) -> Self:
-        """Connect to the MCP servers.
+        """Enter the tools that trajectories share something of, and connect to the MCP servers.
 
         Raises:
-            EnvironmentNotReady: A server does not answer, or lacks a tool.
+            EnvironmentNotReady: A tool cannot be entered, or a server does not answer or lacks a tool.
         """
         async with AsyncExitStack() as stack:
+            for limited in self._tools.values():
+                if limited.tool.shared is not None:
+                    await stack.enter_async_context(limited.tool.shared)
             for server, spec in self._servers:
                 await stack.enter_async_context(server)
                 for tool in server.tools(spec.only):
@@ -212,7 +215,7 @@ class TrajectoryTools:
                 raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
             async with self._lock_of(limited.tool), limited.slot():
                 started = clock()
-                timeout_s = limited.timeout_s or self._session.tool_timeout_s
+                timeout_s = limited.timeout_s or limited.tool.timeout_s or self._session.tool_timeout_s
                 state = await self._state_of(limited.tool, timeout_s)
                 content = await limited.tool.call(call.arguments, timeout_s=timeout_s, state=state)
             error = False

@@ -7,6 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
@@ -62,6 +63,12 @@ class Tool:
 
     keeps_state = False
     """Whether the tool has a state for each trajectory, from `create` to `release`."""
+
+    timeout_s: float | None = None
+    """The tool's own limit of a call; None takes `rollout.tool_timeout_s`. The config's entry is first."""
+
+    shared: AbstractAsyncContextManager[Any] | None = None
+    """What all trajectories share, entered for the whole run."""
 
     def __init__(self, function: Callable[..., Any], *, name: str | None = None) -> None:
         self.name: str = name or function.__name__
@@ -134,6 +141,9 @@ class StatefulTool(Tool):
     trajectory is cancelled or times out; calls of one trajectory run one after the other. Without `create`
     there is no state, and `execute` has no parameter for it.
 
+    An attribute `timeout_s` is the time limit of its calls in place of `rollout.tool_timeout_s`. A class that
+    is an async context manager is entered before the first trajectory and exited at the end of the run.
+
     Example:
         >>> class Notebook:
         ...     name = "note"  # else the class's: `notebook`
@@ -157,6 +167,8 @@ class StatefulTool(Tool):
 
     def __init__(self, thing: Any, *, name: str | None = None) -> None:
         self._thing = thing
+        self.timeout_s = getattr(thing, "timeout_s", None)
+        self.shared = thing if isinstance(thing, AbstractAsyncContextManager) else None
         self.keeps_state = hasattr(thing, "create")
         if hasattr(thing, "release") and not self.keeps_state:
             raise ConfigError(

@@ -225,7 +225,7 @@ class ToolBroken(ToolError):
 
 
 class SandboxLost(ToolBroken):
-    """A sandbox did not start, or is gone."""
+    """A sandbox did not start, is gone, or does not answer: no fault of the trajectory, and no score of 0."""
 
     failure_kind: FailureKind = "sandbox_lost"
 

@@ -23,9 +23,9 @@ from rich.text import Text
 
 from async_rl import __version__
 from async_rl.config import Config, changed_fields, old_log_probs_reason
-from async_rl.observability.failures import FailureRow
 from async_rl.observability.evaluation_record import EVERYTHING, EvaluationRecord
 from async_rl.observability.evaluation_report import describe_best, evaluation_lines, with_margin
+from async_rl.observability.failures import FailureRow
 from async_rl.observability.formatting import compact, format_duration, format_percent
 from async_rl.observability.panels import PANELS
 from async_rl.observability.records import (

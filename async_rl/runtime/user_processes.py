@@ -89,6 +89,8 @@ class ProcessScope:
         self.on_reaped = on_reaped
         self.reason: str = ""
         self.number = _owner.begin_scope(self)
+        self.at_end: list[Callable[[], None]] = []
+        """What `call_at_scope_end` has registered."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -103,12 +105,34 @@ class ProcessScope:
         """End the scope, and soon its processes, without waiting for them."""
         self.reason = reason
         _owner.end_scope(self)
+        for callback in [*self.at_end]:
+            callback()
 
 
 def marked(environment: Mapping[str, str], kind: Kind) -> dict[str, str]:
     """Return the environment for a process of the current scope; without one it ends with this process."""
     scope = _current.get()
     return {**environment, MARK: _owner.mark(0 if scope is None else scope.number, kind)}
+
+
+def call_at_scope_end(callback: Callable[[], None]) -> Callable[[], None]:
+    """Call a function when the current scope ends, in the thread that ends it; without a scope never.
+
+    It releases what the block that made it cannot release, for example because a swallowed cancellation has
+    left it stuck. It must not raise.
+
+    Returns:
+        A function that revokes the call.
+    """
+    if (scope := _current.get()) is None:
+        return lambda: None
+    scope.at_end.append(callback)
+    return lambda: scope.at_end.remove(callback) if callback in scope.at_end else None
+
+
+def run_folder() -> Path | None:
+    """Return the folder of the run that this process belongs to, if it belongs to one."""
+    return None if _owner.reports is None else _owner.reports.parents[1]
 
 
 class ReleasedBy:

@@ -24,6 +24,7 @@ import pytest
 
 from agent_loops.sandbox import Limits, Sandbox
 from async_rl.errors import EnvironmentNotReady
+from tests.support import podman
 from tests.support.advisories import service_problem
 from tests.support.browser import FLAGS
 
@@ -139,6 +140,11 @@ NEEDS = {
         for name in ("mlflow", "swanlab", "trackio")
     },
     "datasets": Need(_package("datasets"), "run `make setup`"),
+    "podman": Need(
+        podman.problem,
+        "install podman, runc and a static busybox (Debian: busybox-static)",
+        required_in_ci=False,
+    ),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
     "pypi": Need(_pypi, "run the tests where PyPI answers", required_in_ci=False),
 }

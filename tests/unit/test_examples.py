@@ -61,6 +61,19 @@ def results(conversation: str) -> list[str]:
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", conversation, re.DOTALL)
 
 
+@pytest.mark.needs("namespaces")
+def test_a_shell_answers_questions(calculator: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of("shell")
+
+    def answer(conversation: str) -> str:
+        (row,) = [row for question, row in rows.items() if question in conversation]
+        return results(conversation)[-1] if results(conversation) else call("shell", command=row["command"])
+
+    portraits = tried("shell", calculator / "model", answer, capsys, number=len(rows))
+    assert {p["reward"] for p in portraits} == {1.0}
+    assert {p["tool_errors"] for p in portraits} == {0}
+
+
 def test_retrieval_finds_in_the_corpus_what_only_the_corpus_knows(
     calculator: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

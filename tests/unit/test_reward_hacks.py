@@ -383,7 +383,7 @@ if draw.random() < 0.2:
 async def test_any_output_of_a_process_has_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(30):
         command = [sys.executable, "-I", "-S", "-c", HOSTILE_PROCESS, str(seed)]
-        monkeypatch.setattr(sandbox, "sandbox_command", lambda _, command=command: (command, None))
+        monkeypatch.setattr(sandbox, "sandbox_command", lambda _, command=command, **options: (command, None))
         interpreter = await Interpreter.start(Limits(max_output_bytes=2000))
         try:
             result, line = await interpreter.answer_question(b"[]")

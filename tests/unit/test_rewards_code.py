@@ -212,7 +212,7 @@ async def test_a_sandbox_that_does_not_start_is_no_failed_test(
 ) -> None:
     limits = {"wall_s": 0.5}
     await code_tests(make_task(answer="assert True"), make_completion("pass"), **limits)  # it was checked
-    monkeypatch.setattr(sandbox, "sandbox_command", lambda _: (["/bin/sh", "-c", start], None))
+    monkeypatch.setattr(sandbox, "sandbox_command", lambda _, **options: (["/bin/sh", "-c", start], None))
     monkeypatch.setattr(sandbox, "START_S", 1.0)
     with pytest.raises(SandboxLost, match="sandbox"):
         await code_tests(make_task(answer=answer), make_completion("print(1)"), **limits)
