@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -106,6 +107,21 @@ def _apt() -> str:
     return f"there is no {' and no '.join(missing)}" if missing else ""
 
 
+def _pypi() -> str:
+    try:
+        with urlopen("https://pypi.org/simple/pip/", timeout=20):
+            return ""
+    except OSError as error:
+        return f"PyPI does not answer: {error}"
+
+
+def _npm() -> str:
+    if missing := [command for command in ("node", "npm") if shutil.which(command) is None]:
+        return f"there is no {' and no '.join(missing)}"
+    done = subprocess.run(["npm", "ping"], capture_output=True, text=True, timeout=120, check=False)
+    return "" if done.returncode == 0 else f"npm's registry does not answer: {done.stderr[-200:]}"
+
+
 NEEDS = {
     "chromium": _tool("chromium", "chromium"),
     "prometheus": _tool("prometheus", "prometheus", "promtool"),
@@ -121,6 +137,10 @@ NEEDS = {
         service_problem, "run the tests where the advisory service answers", required_in_ci=False
     ),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
+    "npm": Need(
+        _npm, "install Node.js 20 or newer, with npm, where npm's registry answers", required_in_ci=False
+    ),
+    "pypi": Need(_pypi, "run the tests where PyPI answers", required_in_ci=False),
 }
 
 
