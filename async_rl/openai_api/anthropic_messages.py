@@ -84,6 +84,13 @@ class _OutputConfig(msgspec.Struct, frozen=True):
     format: _OutputFormat | None = None
 
 
+class _Thread(msgspec.Struct, frozen=True):
+    """`create`, or `continue` with the id of the answer that the request continues."""
+
+    type: str
+    previous_message_id: str | None = None
+
+
 class _MessagesSampling(msgspec.Struct, frozen=True):
     """Parameters that change what is sampled: log-probs would not be those of the trained policy."""
 
@@ -107,6 +114,7 @@ class _MessagesBody(_MessagesSampling, frozen=True):
     output_config: _OutputConfig | None = None
     output_format: _OutputFormat | None = None
     mcp_servers: list[Raw] | None = None
+    thread: _Thread | None = None
 
 
 _BODY: Final = msgspec.json.Decoder(_MessagesBody)
@@ -131,6 +139,7 @@ class AnthropicMessages:
         unsupported = _unsupported(raw, hosted, free, model)
         may_call = raw.tool_choice is None or raw.tool_choice.type != "none"
         messages = _read_messages(raw.messages, free)
+        previous = raw.thread.previous_message_id if raw.thread is not None else None
         if messages[-1]["role"] == "assistant":
             raise ApiError(
                 400,
@@ -151,6 +160,8 @@ class AnthropicMessages:
             unsupported=unsupported,
             parameters_digest=digest((max_new_tokens, stop, may_call, forced, unsupported)),
             instructions=_read_system(raw.system),
+            previous=previous,
+            keeps_setup=previous is not None,
         )
 
     def answer(self, answer: ChatAnswer, head: ReplyHead, request: ChatRequest) -> dict[str, Any]:
@@ -175,7 +186,10 @@ class AnthropicMessages:
         if error.code == "context_length_exceeded":
             message = f"prompt is too long: {message}"  # so clients recognise it, and compact
         kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+        fields: dict[str, Any] = {"type": kind, "message": message}
+        if error.code == "previous_response_not_found":
+            fields["details"] = {"error_code": "thread_not_found"}  # so clients send the whole history
+        return {"type": "error", "error": fields, "request_id": None}
 
 
 class MessageEvents:
@@ -254,7 +268,12 @@ def _event(event: str, **fields: Any) -> bytes:
 
 
 def _message(head: ReplyHead) -> dict[str, Any]:
-    return {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": head.model}
+    return {"id": message_id(head.id), "type": "message", "role": "assistant", "model": head.model}
+
+
+def message_id(answer_id: str) -> str:
+    """Return the id of the message with an answer, which `previous_message_id` names."""
+    return f"msg_{answer_id}"
 
 
 def _stop(answer: ChatAnswer) -> dict[str, Any]:

@@ -229,9 +229,9 @@ class ChatChunks:
 
     def end(self, answer: ChatAnswer) -> bytes:
         """Implements `AnswerStream.end`."""
-        events = b""
-        if calls := answer.message.get("tool_calls"):
-            events = self._delta({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+        calls = answer.message.get("tool_calls", ())
+        # As OpenAI does: LlamaIndex reads one call of each chunk.
+        events = b"".join(self._delta({"tool_calls": [{"index": i, **c}]}) for i, c in enumerate(calls))
         values = _logprobs(answer) if self._logprobs else None
         last = {"index": 0, "delta": {}, "finish_reason": answer.finish_reason, "logprobs": values}
         usage = self._chunk([], usage=_usage(answer)) if self._include_usage else b""

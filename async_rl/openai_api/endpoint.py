@@ -248,7 +248,9 @@ class Endpoint:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors_as_json])
         for prefix in ("", "/s/{key}"):
             for dialect in DIALECTS:
-                app.router.add_post(prefix + dialect.path, partial(self._post_request, dialect))
+                for path in (dialect.path, dialect.path.removeprefix("/v1")):
+                    # Vercel's client adds no /v1 to ANTHROPIC_BASE_URL, Anthropic's does.
+                    app.router.add_post(prefix + path, partial(self._post_request, dialect))
             app.router.add_post(prefix + _COUNT_TOKENS, self._count_tokens)
             app.router.add_get(f"{prefix}/v1/models", self._list_models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._show_model)
@@ -360,7 +362,7 @@ class Endpoint:
             raise handler.too_large(num_bytes, self._max_body_bytes) from error
         except web.RequestPayloadError as error:
             raise ApiError(400, f"the body is incomplete: {error}") from error
-        if chat[0].previous is None:
+        if chat[0].previous is None and not chat[0].has_references:
             return chat
         whole = handler.with_history(chat[0])
         return whole, message_digests(whole.messages)
@@ -417,7 +419,8 @@ def _key_of(request: web.Request) -> str:
 
 def _dialect_of(request: web.Request) -> Dialect:
     """Return the dialect in which an error is written, also for a path that is not served."""
-    return next((each for each in DIALECTS if each.path in request.path), DIALECTS[0])
+    paths = ((each, each.path.removeprefix("/v1")) for each in DIALECTS)
+    return next((each for each, path in paths if path in request.path), DIALECTS[0])
 
 
 def _models(model: str, created: int) -> dict[str, Any]:

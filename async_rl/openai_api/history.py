@@ -28,7 +28,6 @@ from typing import Any, Final
 
 import msgspec
 
-from async_rl.openai_api.reading import without_instructions
 from async_rl.openai_api.requests import ApiError, ChatAnswer, ChatRequest
 from async_rl.rollout.session.api import Session
 
@@ -96,6 +95,9 @@ class RequestConversation:
     def __init__(self, session: Session) -> None:
         self.session = session
         self.tools = b""
+        """The digest of its tools."""
+        self.offered: list[dict[str, Any]] = []
+        """Its tools, for requests that leave them out."""
         self.num_known = 0
         """The number of messages that the agent and the policy have exchanged."""
         self.known = _NOTHING
@@ -123,18 +125,16 @@ class RequestConversation:
         if len(failed) >= _MAX_FAILED:  # only answers are bounded by the budgets of the trajectory
             self.exchanges.remove(failed[0])
         self.exchanges.append(exchange)
+        self.offered = request.tools
         return request.messages[self.num_known :]
 
     def messages_until(self, exchange: Exchange) -> list[dict[str, Any]]:
-        """Return the messages up to an answer of this conversation, without the instructions of its request.
-
-        The policy's own messages are as they were returned.
-        """
+        """Return the messages up to an answer of this conversation; the policy's as they were returned."""
         messages = [*self.session.messages[: exchange.num_messages]]
         for each in self.exchanges:
             if each.answer is not None and each.num_messages <= exchange.num_messages:
                 messages[each.num_messages : each.num_messages + 1] = [each.answer.message]
-        return without_instructions(exchange.num_instruction_chars, messages)
+        return messages
 
     def end_exchange(self, exchange: Exchange, answer: ChatAnswer) -> None:
         """Add the answer of an exchange. A failed exchange leaves the known messages unchanged."""

@@ -229,3 +229,13 @@ def without_instructions(num_chars: int, messages: Sequence[dict[str, Any]]) -> 
         return [*messages]
     rest = messages[0]["content"][num_chars:].removeprefix("\n\n")
     return [*([{"role": "system", "content": rest}] if rest else ()), *messages[1:]]
+
+
+def with_tool_names(new: Sequence[dict[str, Any]], earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return new messages where results have the names of the tools that earlier messages call."""
+    calls = (call for message in earlier for call in message.get("tool_calls", ()))
+    names = {call["id"]: call["function"]["name"] for call in calls}
+    return [
+        {**message, "name": names[call_id]} if (call_id := message.get("tool_call_id")) in names else message
+        for message in new
+    ]

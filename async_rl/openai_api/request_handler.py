@@ -23,6 +23,7 @@ import msgspec
 
 from async_rl.errors import ConfigError, OutOfTurns, PromptTooLong
 from async_rl.openai_api.answers import GrowingTurn, ToolCallReader, TurnFormat, split_turn
+from async_rl.openai_api.anthropic_messages import message_id
 from async_rl.openai_api.constraints import forced_text
 from async_rl.openai_api.history import (
     Exchange,
@@ -31,9 +32,9 @@ from async_rl.openai_api.history import (
     find_repeated,
     message_digests,
 )
-from async_rl.openai_api.reading import with_instructions
+from async_rl.openai_api.reading import with_instructions, with_tool_names, without_instructions
 from async_rl.openai_api.requests import ApiError, ChatAnswer, ChatRequest, FunctionCall, TokenLogProb
-from async_rl.openai_api.responses import response_id
+from async_rl.openai_api.responses import response_id, with_references
 from async_rl.rollout.session.api import Session, Turn
 from async_rl.rollout.session.tokenising import can_fit
 from async_rl.runtime.printable import without_surrogates
@@ -164,22 +165,44 @@ class RequestHandler:
         )
 
     def with_history(self, request: ChatRequest) -> ChatRequest:
-        """Return a request that names an earlier answer with the messages of that conversation.
+        """Return a request that names an earlier answer, or items of one, with the messages themselves.
 
         Raises:
-            ApiError: 400: there is no such answer. Clients then send the whole history.
+            ApiError: 400 or 404: there is no such answer. Clients then send the whole history.
         """
+        if request.has_references:
+            exchanges = (exchange for each in self._conversations for exchange in each.exchanges)
+            answers = {exchange.id: exchange.answer for exchange in exchanges if exchange.answer is not None}
+            found = [
+                with_references(message, answers) if message["role"] == "assistant" else message
+                for message in request.messages
+            ]
+            named = with_tool_names(found, found)
+            request = msgspec.structs.replace(request, messages=named, has_references=False)
+        if request.previous is None:
+            return request
+        id_of = message_id if request.keeps_setup else response_id
         for conversation in self._conversations:
             for exchange in conversation.exchanges:
-                if exchange.answer is not None and response_id(exchange.id) == request.previous:
-                    messages = [*conversation.messages_until(exchange), *request.messages]
-                    whole = with_instructions(request.instructions, messages)
-                    return msgspec.structs.replace(request, messages=whole, previous=None)
+                if exchange.answer is None or id_of(exchange.id) != request.previous:
+                    continue
+                messages = conversation.messages_until(exchange)
+                new = with_tool_names(request.messages, messages)
+                if request.keeps_setup:
+                    whole = [*messages, *new]
+                    tools, digest = conversation.offered, conversation.tools
+                    return msgspec.structs.replace(
+                        request, messages=whole, tools=tools, tools_digest=digest, previous=None
+                    )
+                known = without_instructions(exchange.num_instruction_chars, messages)
+                whole = with_instructions(request.instructions, [*known, *new])
+                return msgspec.structs.replace(request, messages=whole, previous=None)
+        status, kind = (404, "message") if request.keeps_setup else (400, "response")
         raise ApiError(
-            400,
-            f"Previous response with id {request.previous!r} not found: it belongs to another trajectory, or "
+            status,
+            f"Previous {kind} with id {request.previous!r} not found: it belongs to another trajectory, or "
             "to an attempt that was lost; send the whole history",
-            param="previous_response_id",
+            param=f"previous_{kind}_id",
             code="previous_response_not_found",
         )
 

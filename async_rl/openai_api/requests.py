@@ -73,6 +73,10 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     previous: str | None = None
     """The id of the answer that this request continues; its messages are the new ones, without the
     instructions. None if the request has the whole conversation."""
+    has_references: bool = False
+    """Whether messages name items of earlier answers, in a list `references`."""
+    keeps_setup: bool = False
+    """Whether the instructions and tools are those of the conversation that it continues."""
     reply: dict[str, Any] = {}
     """What the dialect needs of the request to write the answer."""
 

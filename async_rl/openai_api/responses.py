@@ -7,15 +7,15 @@
  message                                            system, user or assistant message
 ```
 
-`previous_response_id` names an answer of the same trajectory; its conversation precedes the input. Answers
-are kept while the trajectory is open, whatever `store` says.
+`previous_response_id` names an answer of the same trajectory; its conversation precedes the input. References
+name its items. Answers are kept while the trajectory is open, whatever `store` says.
 
 Source: OpenAI's API reference, "Responses" and "Streaming events".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -57,6 +57,7 @@ _REFUSED: Final = {
 
 class _InputItem(msgspec.Struct, frozen=True):
     type: str | None = None
+    id: str | None = None
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
@@ -130,9 +131,10 @@ class Responses:
         tools, hosted = _read_tools(raw.tools or (), free)
         unsupported = _unsupported(raw, choice, hosted, free, model)
         may_call = choice != "none"
+        messages = _read_input(raw.input or "", free)
         return ChatRequest(
             model=raw.model or model,
-            messages=_read_input(raw.input or "", free),
+            messages=messages,
             tools=tools,
             tools_digest=digest(tools),
             may_call=may_call,
@@ -145,6 +147,7 @@ class Responses:
             parameters_digest=digest((max_new_tokens, may_call, forced, unsupported)),
             instructions=raw.instructions or "",
             previous=raw.previous_response_id,
+            has_references=any("references" in message for message in messages),
             reply={
                 "instructions": raw.instructions,
                 "max_output_tokens": max_new_tokens,
@@ -327,7 +330,7 @@ def _ended(answer: ChatAnswer, head: ReplyHead, request: ChatRequest) -> dict[st
     for i, call in enumerate(answer.calls):
         output.append(
             {
-                "id": f"fc_{head.id}_{i}",
+                "id": _call_id(head.id, i),
                 "type": "function_call",
                 "status": "completed",
                 "call_id": call.id,
@@ -348,6 +351,39 @@ def _ended(answer: ChatAnswer, head: ReplyHead, request: ChatRequest) -> dict[st
 
 def _item_id(kind: str, head: ReplyHead) -> str:
     return f"{'rs' if kind == 'reasoning' else 'msg'}_{head.id}"
+
+
+def _call_id(answer_id: str, number: int) -> str:
+    return f"fc_{answer_id}_{number}"
+
+
+def with_references(message: dict[str, Any], answers: Mapping[str, ChatAnswer]) -> dict[str, Any]:
+    """Return a message of the policy with the items that it names.
+
+    Args:
+        message: May name items of answers in `references`.
+        answers: The answers of the trajectory, by id.
+
+    Raises:
+        ApiError: 404: there is no such item.
+    """
+    content, calls = message["content"], [*message.get("tool_calls", ())]
+    for item_id in message.get("references", ()):
+        answer = answers.get(item_id.split("_")[1] if "_" in item_id else "")
+        known = [] if answer is None else answer.message.get("tool_calls", [])
+        if answer is not None and item_id.startswith("msg_"):
+            content = answer.content or ""
+        elif found := [call for i, call in enumerate(known) if item_id.endswith(f"_{i}")]:
+            calls += found
+        else:
+            raise ApiError(
+                404,
+                f"Item with id {item_id!r} not found: it belongs to another trajectory, or an attempt that "
+                "was lost; send the item itself, as clients do with store: false",
+                param="input",
+            )
+    whole = {"role": message["role"], "content": content}
+    return {**whole, "tool_calls": calls} if calls else whole
 
 
 def _item(kind: str, head: ReplyHead, status: str, text: str | None = None) -> dict[str, Any]:
@@ -435,6 +471,13 @@ def _read_input(raw: str | Sequence[_InputItem], free: FreeJson) -> list[dict[st
         place, kind = f"input[{i}]", item.type or "message"
         if kind == "reasoning":
             turn = None  # a turn begins with its thoughts, which may be left out
+        elif kind == "item_reference" and item.id is not None:
+            if item.id.startswith("rs_"):
+                turn = None  # thoughts, as above
+                continue
+            if turn is None:
+                messages.append(turn := {"role": "assistant", "content": ""})
+            turn.setdefault("references", []).append(item.id)
         elif kind == "function_call":
             call = read_call(item.name or "", item.arguments, item.call_id, place, free)
             if turn is None:

@@ -130,6 +130,32 @@ REQUESTS: Final[dict[str, dict[str, Any]]] = {
         "metadata": {"user_id": "someone"},
         "stream": True,
     },
+    "anthropic thread": {
+        "model": "policy",
+        "max_tokens": 64,
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "call_1_0", "content": "rain"}],
+            }
+        ],
+        "stream": True,
+        "thread": {"type": "continue", "previous_message_id": "msg_1"},
+    },
+    "vercel": {
+        "model": "policy",
+        "input": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]},
+            {"type": "item_reference", "id": "rs_1"},
+            {"type": "item_reference", "id": "msg_1"},
+            {"type": "item_reference", "id": "fc_1_0"},
+            {"type": "function_call_output", "call_id": "call_1_0", "output": "rain"},
+        ],
+        "tools": [{"type": "function", "name": "weather", "parameters": _PARAMETERS}],
+        "tool_choice": "auto",
+        "stream": True,
+    },
     "smolagents": {
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "Write code."}]},
@@ -149,5 +175,10 @@ REQUESTS: Final[dict[str, dict[str, Any]]] = {
 
 def path_of(name: str) -> str:
     """Where a framework sends its requests."""
-    paths = {"openai responses": "/v1/responses", "anthropic": "/v1/messages"}
+    paths = {
+        "openai responses": "/v1/responses",
+        "vercel": "/v1/responses",
+        "anthropic": "/v1/messages",
+        "anthropic thread": "/v1/messages",
+    }
     return paths.get(name, "/v1/chat/completions")

@@ -116,11 +116,13 @@ class ResponsesClient:
 
 
 class MessagesClient:
-    """Anthropic's client."""
+    """Anthropic's client, which sends the whole history, or only what is new to a thread."""
 
-    def __init__(self, client: anthropic.AsyncAnthropic) -> None:
+    def __init__(self, client: anthropic.AsyncAnthropic, *, threaded: bool = False) -> None:
         self.client = client
+        self.threaded = threaded
         self.history: list[Any] = []
+        self.last: str | None = None
 
     def _request(self, new: Any, tools: Any, request: dict[str, Any]) -> dict[str, Any]:
         blocks = [
@@ -130,6 +132,16 @@ class MessagesClient:
             for each in new
         ]
         self.history.append({"role": "user", "content": blocks})
+        if self.threaded and self.last is not None:
+            thread = {"type": "continue", "previous_message_id": self.last}
+            kept = {name: value for name, value in request.items() if name != "system"}
+            return {
+                "model": "policy",
+                "max_tokens": 256,
+                "messages": self.history[-1:],
+                "extra_body": {"thread": thread},
+                **kept,
+            }
         offered = [
             {"name": t["name"], "description": t["description"], "input_schema": t["parameters"]}
             for t in tools
@@ -139,6 +151,7 @@ class MessagesClient:
 
     def _heard(self, message: Any) -> Heard:
         heard = Heard(reason=message.stop_reason, id=message.id)
+        self.last = message.id
         for block in message.content:
             if block.type == "text":
                 heard.text += block.text
@@ -210,15 +223,18 @@ class ChatClient:
 
 @asynccontextmanager
 async def client_in(dialect: str, access: EndpointAccess, *, max_retries: int = 0) -> AsyncIterator[Any]:
-    """The official client of a dialect (chat, responses, chained, messages), with a trajectory's key."""
-    if dialect == "messages":
+    """The official client of a dialect, with a trajectory's key.
+
+    `chained` are Responses that name the one before, `threaded` are Messages that do.
+    """
+    if dialect in ("messages", "threaded"):
         async with (
             httpx2.AsyncClient(trust_env=False) as http2,
             anthropic.AsyncAnthropic(
                 base_url=access.root_url, api_key=access.api_key, http_client=http2, max_retries=max_retries
             ) as theirs,
         ):
-            yield MessagesClient(theirs)
+            yield MessagesClient(theirs, threaded=dialect == "threaded")
         return
     async with (
         httpx.AsyncClient(trust_env=False) as http,

@@ -121,6 +121,13 @@ def _package(name: str) -> Callable[[], str]:
     return lambda: "" if importlib.util.find_spec(name) else f"the package {name} is not installed"
 
 
+def _npm() -> str:
+    if missing := [command for command in ("node", "npm") if shutil.which(command) is None]:
+        return f"there is no {' and no '.join(missing)}"
+    done = subprocess.run(["npm", "ping"], capture_output=True, text=True, timeout=120, check=False)
+    return "" if done.returncode == 0 else f"npm's registry does not answer: {done.stderr[-200:]}"
+
+
 NEEDS = {
     "chromium": _tool("chromium", "chromium"),
     "prometheus": _tool("prometheus", "prometheus", "promtool"),
@@ -146,6 +153,9 @@ NEEDS = {
         required_in_ci=False,
     ),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
+    "npm": Need(
+        _npm, "install Node.js 20 or newer, with npm, where npm's registry answers", required_in_ci=False
+    ),
     "pypi": Need(_pypi, "run the tests where PyPI answers", required_in_ci=False),
 }
 

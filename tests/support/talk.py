@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,7 +41,8 @@ class ByteTokenizer:
 
     def __init__(self) -> None:
         environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-        environment.policies["json.dumps_kwargs"] = {"sort_keys": False}  # as transformers has it
+        # As transformers has it: Jinja's own escapes HTML, also in text that a template adds to it.
+        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self._template = environment.from_string(self.chat_template)
 
     def __len__(self) -> int:
@@ -101,6 +104,7 @@ def talking(
     script: Script,
     *,
     max_branches: int = 0,
+    max_context_tokens: int = 8192,
     interrupt: InterruptMode = "abort",
     entry: JournalEntry | None = None,
     top_k: int = -1,
@@ -114,7 +118,7 @@ def talking(
         simulated,
         facts=FACTS,
         chat=ChatFormat(ByteTokenizer()),
-        max_context_tokens=8192,
+        max_context_tokens=max_context_tokens,
         max_new_tokens=1024,
         max_branches=max_branches,
         interrupt=interrupt,

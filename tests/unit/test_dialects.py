@@ -23,6 +23,7 @@ WEATHER = {
 }
 THOUGHT = "<think>\nWhere?\n</think>\n\n"
 EACH = pytest.mark.parametrize("dialect", ["chat", "responses", "chained", "messages"])
+BY_ID = pytest.mark.parametrize("dialect", ["chained", "threaded"])
 STREAMED = pytest.mark.parametrize("stream", [False, True])
 
 
@@ -49,7 +50,7 @@ TRAJECTORY = (
 )
 
 
-@EACH
+@pytest.mark.parametrize("dialect", ["chat", "responses", "chained", "messages", "threaded"])
 @STREAMED
 async def test_a_conversation_with_parallel_calls_is_the_same_trajectory_in_each_dialect(
     dialect: str, stream: bool
@@ -69,6 +70,7 @@ async def test_a_conversation_with_parallel_calls_is_the_same_trajectory_in_each
         assert sum(third.tokens) == num_tokens
     text = await trajectory_text(bench)
     assert text.endswith(TRAJECTORY)
+    assert bench.counted("tool_calls_total", tool="weather", status="ok") == 2
     assert text.count("<|im_start|>system") == 1  # the tools
 
 
@@ -108,9 +110,10 @@ async def test_instructions_are_the_system_message_and_others_begin_another_conv
     )
 
 
-async def test_an_earlier_response_can_be_continued_a_second_time():
+@BY_ID
+async def test_an_earlier_answer_can_be_continued_a_second_time(dialect: str):
     bench, serving = opened(lines("One.", "Two.", "Other two."), max_branches=1)
-    async with serving as access, client_in("chained", access) as client:
+    async with serving as access, client_in(dialect, access) as client:
         first = await client.ask("Count.")
         await client.ask("On.")
         client.last = first.id
@@ -128,6 +131,27 @@ async def test_a_response_of_a_lost_attempt_is_not_found_and_the_whole_history_i
         assert caught.value.code == "previous_response_not_found"
         client.last = None
         assert (await client.ask()).text == "One."
+
+
+async def test_a_thread_keeps_its_instructions_and_tools():
+    bench, serving = opened(lines("One.", "Two.", call("Oslo")))
+    async with serving as access, client_in("threaded", access) as client:
+        await client.ask("Count.", system="Be brief.", tools=[WEATHER])
+        await client.ask("On.")
+        assert (await client.ask("Weather?")).calls[0][1:] == ("weather", {"city": "Oslo"})
+    assert bench.session.num_turns == 3
+    assert bench.session.messages[0] == {"role": "system", "content": "Be brief."}
+
+
+async def test_a_thread_of_a_lost_attempt_is_not_found_and_the_whole_history_is_accepted():
+    _bench, serving = opened(lines("One."))
+    async with serving as access, client_in("threaded", access) as client:
+        client.last = "msg_of_another_worker"
+        with pytest.raises(anthropic.NotFoundError, match=r"Previous message .* not found") as caught:
+            await client.ask("Count.")
+        assert caught.value.body["error"]["details"] == {"error_code": "thread_not_found"}
+        client.last, client.history = None, []
+        assert (await client.ask("Count.")).text == "One."
 
 
 async def test_a_repeated_request_gets_the_same_response_which_can_be_continued():
@@ -151,6 +175,43 @@ async def test_reasoning_items_may_be_sent_back_whole_or_left_out():
         client.history = [item for item in client.history if item.get("type") != "reasoning"]
         await client.ask("On.")
     assert bench.session.num_turns == 3
+
+
+async def test_references_name_the_items_of_earlier_answers():
+    said = f"{THOUGHT}I look.\n{call('Oslo')}\n{call('Rome')}"
+    bench, serving = opened(lines(said, "Rain and sun.", "Bye."))
+    async with serving as access, client_in("responses", access) as client:
+        first = await client.ask("Weather?", tools=[WEATHER])
+        named = [{"type": "item_reference", "id": item["id"]} for item in first.items]
+        client.history[1:] = named
+        await client.ask((first.calls[0][0], "rain"), (first.calls[1][0], "sun"), tools=[WEATHER])
+        del client.history[1]  # the thought
+        await client.ask("Thanks.", tools=[WEATHER])
+    assert bench.session.num_turns == 3
+    assert [m.get("name") for m in bench.session.messages if m["role"] == "tool"] == ["weather"] * 2
+
+
+@pytest.mark.parametrize("unknown", ["msg_of_another_worker", "nonsense", "fc_{}_7", "fc_{}"])
+async def test_a_reference_to_an_item_of_a_lost_attempt_is_refused(unknown: str):
+    _bench, serving = opened(lines("One."))
+    async with serving as access, client_in("responses", access) as client:
+        answer_id = (await client.ask("Count.")).id.removeprefix("resp_")
+        client.history[1] = {"type": "item_reference", "id": unknown.format(answer_id)}
+        with pytest.raises(openai.NotFoundError, match="send the item itself"):
+            await client.ask("On.")
+
+
+async def test_each_streamed_call_has_a_chunk_of_its_own():
+    _bench, serving = opened(lines(f"{call('Oslo')}\n{call('Rome')}"))
+    async with serving as access, client_in("chat", access) as client:
+        chunks = await client.client.chat.completions.create(
+            model="policy",
+            messages=[{"role": "user", "content": "Weather?"}],
+            tools=[{"type": "function", "function": WEATHER}],
+            stream=True,
+        )
+        deltas = [chunk.choices[0].delta.tool_calls async for chunk in chunks]
+    assert [[each.index for each in delta] for delta in deltas if delta] == [[0], [1]]
 
 
 async def test_stop_sequences_end_a_message():
@@ -212,7 +273,7 @@ async def test_what_messages_cannot_have_is_refused_in_anthropics_format(
     ("request_", "message"),
     [
         ({"input": []}, "at least one item"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' are not supported"),
+        ({"input": [{"type": "item_reference"}]}, "'item_reference' are not supported"),
         ({"input": [{"role": "robot", "content": "x"}]}, "role is 'robot'"),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "needs its call_id"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "only text"),
@@ -271,14 +332,15 @@ async def test_a_full_context_is_told_as_clients_recognise_it(dialect: str):
 
 
 @EACH
-async def test_the_key_may_be_in_the_path(dialect: str):
+async def test_the_key_may_be_in_the_path_which_may_lack_the_version(dialect: str):
     path = {"chat": "chat/completions", "messages": "messages"}.get(dialect, "responses")
     asked = {"messages": [{"role": "user", "content": "Hi"}]} if path != "responses" else {"input": "Hi"}
     _, serving = opened(lines("Hello."))
     async with serving as access, httpx.AsyncClient(trust_env=False) as client:
-        answer = await client.post(f"{access.session_url}/{path}", json=asked)
-        assert answer.status_code == 200
-        assert "Hello." in answer.text
+        for url in (access.session_url, access.session_url.removesuffix("/v1")):
+            answer = await client.post(f"{url}/{path}", json=asked)
+            assert answer.status_code == 200
+            assert "Hello." in answer.text
         refused = await client.post(f"{access.base_url}/{path}", json=asked, headers={"x-api-key": "sk-1-x"})
         assert refused.status_code == 401
         assert ("type" in refused.json()) == (dialect == "messages")

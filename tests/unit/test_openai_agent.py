@@ -318,14 +318,14 @@ def test_no_part_of_the_key_is_shown_when_the_end_of_the_output_begins_inside_it
 
 
 async def test_the_endpoints_last_error_is_shown_when_an_agent_was_never_answered_without_its_key():
-    program = ASKS_AND_FAILS.format(path="chat/completions", then="").replace(
+    program = ASKS_AND_FAILS.format(path="embeddings", then="").replace(
         'os.environ["OPENAI_BASE_URL"]',
         'os.environ["OPENAI_BASE_URL"].replace("/v1", "/s/" + os.environ["OPENAI_API_KEY"])',
     )
     with pytest.raises(AgentLoopError) as caught:
         await play(OpenAIAgentLoop(command=[sys.executable, "-c", program]))
     assert "no request of it was answered: agent" in str(caught.value)
-    assert "last error: 404, POST /s/<key>/chat/completions is not supported" in str(caught.value)
+    assert "last error: 404, POST /s/<key>/embeddings is not supported" in str(caught.value)
     with pytest.raises(AgentLoopError, match="no request of it was answered: it sent none"):
         await play(OpenAIAgentLoop(agent=f"{HERE}:asks_nothing"))
 
