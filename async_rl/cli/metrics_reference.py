@@ -31,8 +31,8 @@ _TRACKERS = """
 
 `metrics.trackers` sends the figures of each step (`StepRecord` in `async_rl/observability/records.py`, one
 line of `metrics.jsonl`) to `wandb`, `mlflow`, `swanlab`, `trackio`, `tensorboard` (the folder `tensorboard/`
-of the run), `jsonl` (its file `tracker.jsonl`), `console`, or a class of your own: `module:Class`, created with
-the config and the run folder, with the two methods of `Tracker` in
+of the run), `jsonl` (its file `tracker.jsonl`), `console`, or a class of your own: `module:Class`, created
+with the config and the run folder, with the two methods of `Tracker` in
 `async_rl/observability/trackers/tracker.py`.
 
 All trackers use the same names: verl's, where verl has one for the same figure. The x axis is the trainer
@@ -51,8 +51,8 @@ The package of a service comes with `pip install -e '.[mlflow]'` in the checkout
   `WANDB_MODE=offline` writes files below the run folder; `wandb sync` in that folder uploads them.
 - `mlflow` (experiment `metrics.project`): MLFLOW_TRACKING_URI; without it `mlflow.db` in the current folder,
   which `mlflow ui` there shows. Characters that MLflow refuses in a name become `_`: `pass_8`.
-- `swanlab` (project `metrics.project`): `swanlab login` or SWANLAB_API_KEY. `SWANLAB_MODE=offline` writes files
-  into `swanlab/` of the run folder; `swanlab sync` uploads them.
+- `swanlab` (project `metrics.project`): `swanlab login` or SWANLAB_API_KEY. `SWANLAB_MODE=offline` writes
+  files into `swanlab/` of the run folder; `swanlab sync` uploads them.
 - `trackio` (project `metrics.project`, a run of the name of ours and eight characters): TRACKIO_DIR, which
   `trackio show` shows; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL send the figures elsewhere.
 
