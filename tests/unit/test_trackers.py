@@ -304,7 +304,11 @@ def test_mlflow_gets_each_step_once_in_requests_that_it_takes(
     assert ("metrics.project", "maths") in [param for batch in client.batches for param in batch["params"]]
 
 
-@pytest.mark.parametrize(("name", "tracker"), [("swanlab", SwanlabTracker), ("trackio", TrackioTracker)])
+@pytest.mark.parametrize(
+    ("name", "tracker"),
+    [("swanlab", SwanlabTracker), ("trackio", TrackioTracker)],
+    ids=["swanlab", "trackio"],
+)
 def test_services_are_told_where_a_run_belongs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, tracker: Any
 ) -> None:
