@@ -66,6 +66,7 @@ class ScriptedSession:
         self.stops: list[Sequence[str]] = []
         self.notes: list[dict[str, Any]] = []
         self.turn_rewards: list[float] = []
+        self.reported: dict[str, float] = {}
         self.branches: list[ScriptedSession] = []
         """Other conversations of the attempt, in the order in which they began."""
         self._turns = list(turns)
@@ -151,6 +152,10 @@ class ScriptedSession:
         """Implements `Session.reward_turn`."""
         self.turn_rewards.append(reward)
 
+    def report(self, **parts: float) -> None:
+        """Implements `Session.report`."""
+        self.reported |= parts
+
     def branch(self) -> ScriptedSession:
         """Implements `Session.branch`."""
         other = self.conversation()
@@ -201,6 +206,7 @@ class ScriptedSession:
             stop_reason=ended or ("length" if length else "completed"),
             num_tool_calls=len(self.tool_calls),
             num_tool_errors=self.tool_calls.count("error"),
+            reported=dict(self.reported),
         )
 
 

@@ -343,6 +343,8 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """Whether the chat template had opened a thought, `<think>`, before the last assistant message."""
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    reported: dict[str, float] = {}
+    """What the agent loop reported of the outcome (`Session.report`)."""
     token_ids: np.ndarray = msgspec.field(default_factory=lambda: np.empty(0, np.int32))
     """The prompt and all turns, `[T] int32`."""
     response_mask: np.ndarray = msgspec.field(default_factory=lambda: np.empty(0, np.bool_))

@@ -210,6 +210,17 @@ class Session(Protocol):
         """
         ...
 
+    def report(self, **parts: float) -> None:
+        """Say what an environment or a scorer of the loop makes of the conversation.
+
+        A reward function reads it as `completion.reported`; `agent_loops.environment:environment_reward`
+        returns it. A later call replaces parts of the same names.
+
+        Raises:
+            ValueError: A part is no finite number.
+        """
+        ...
+
     def branch(self) -> Session:
         """Open another trajectory that begins with everything up to here and ends with its block.
 

@@ -67,8 +67,16 @@ class Dialogue:
     """Whether the prompt of the last turn ends inside a thought."""
     num_tool_calls: int = 0
     num_tool_errors: int = 0
+    reported: dict[str, float] = field(default_factory=dict)
+    """What the loop said of the outcome."""
 
     def copy(self) -> Dialogue:
         """Return a copy for a branch, which inherits all turns so far."""
         turns = list(self.turns)
-        return replace(self, messages=list(self.messages), turns=turns, num_inherited_turns=len(turns))
+        return replace(
+            self,
+            messages=list(self.messages),
+            turns=turns,
+            num_inherited_turns=len(turns),
+            reported=dict(self.reported),
+        )

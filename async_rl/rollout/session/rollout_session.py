@@ -447,6 +447,18 @@ class RolloutSession:
             )
         self._dialogue.turns[-1] = msgspec.structs.replace(turn, reward=turn.reward + value)
 
+    def report(self, **parts: float) -> None:
+        """Implements `api.Session.report`."""
+        self._check_call("report", needs_rest=False)
+        values = {name: reward_value(part) for name, part in parts.items()}
+        for name, value in values.items():
+            if value is None:
+                raise ValueError(
+                    f"session.report got {name}={parts[name]!r:.100}, expected a finite number of at most "
+                    f"{MAX_REWARD:g}"
+                )
+        self._dialogue.reported |= {name: value for name, value in values.items() if value is not None}
+
     def branch(self) -> RolloutSession:
         """Implements `api.Session.branch`."""
         self._check_call("branch")
@@ -766,6 +778,7 @@ class RolloutSession:
             is_in_thought=self._dialogue.is_in_thought,
             num_tool_calls=self._dialogue.num_tool_calls,
             num_tool_errors=self._dialogue.num_tool_errors,
+            reported=dict(self._dialogue.reported),
             token_ids=self._tokens.token_ids.copy(),
             response_mask=np.concatenate(
                 [np.full(len(each.token_ids), isinstance(each, Sampled)) for each in self._tokens.segments]
