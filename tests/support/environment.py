@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -106,6 +107,14 @@ def _apt() -> str:
     return f"there is no {' and no '.join(missing)}" if missing else ""
 
 
+def _pypi() -> str:
+    try:
+        with urlopen("https://pypi.org/simple/pip/", timeout=20):
+            return ""
+    except OSError as error:
+        return f"PyPI does not answer: {error}"
+
+
 NEEDS = {
     "chromium": _tool("chromium", "chromium"),
     "prometheus": _tool("prometheus", "prometheus", "promtool"),
@@ -121,6 +130,7 @@ NEEDS = {
         service_problem, "run the tests where the advisory service answers", required_in_ci=False
     ),
     "apt": Need(_apt, "run the tests on Debian or Ubuntu, with their package mirror in reach"),
+    "pypi": Need(_pypi, "run the tests where PyPI answers", required_in_ci=False),
 }
 
 
