@@ -15,16 +15,17 @@ import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
 
 from async_rl.openai_api.endpoint import EndpointAccess
+from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.threads import start_in_thread
 from async_rl.runtime.user_processes import marked
 from async_rl.types import Task
@@ -88,7 +89,9 @@ class OutputTail:
         """Return the lines that have text, without the key, also where one is cut inside it."""
         is_cut = len(self._begin) == _HEAD_BYTES
         parts = (self._begin, self._end) if is_cut else (self._begin + self._end,)
-        texts = [part.decode(errors="replace").replace(key, "<key>") for part in parts]
+        texts = [part.decode(errors="replace") for part in parts]
+        if key:
+            texts = [text.replace(key, "<key>") for text in texts]
         if is_cut:
             sizes = range(len(key), 0, -1)
             texts[0] = texts[0].removesuffix(next(filter(texts[0].endswith, (key[:n] for n in sizes)), ""))
@@ -97,82 +100,209 @@ class OutputTail:
         return [line.rstrip() for line in lines if not _RULE.fullmatch(line.strip())]
 
 
-class AgentProgram:
-    """One run of a program as an agent."""
+class ProgramProcess(Protocol):
+    """A process that runs a program, as `ChildProcess` is one."""
 
-    def __init__(self, command: Sequence[str], access: EndpointAccess) -> None:
-        """Prepare to run a command that asks the endpoint."""
-        self.name = program_name(command)
-        self.exit_code: int | None = None
-        """Minus the number of a signal that ended it; None while it runs."""
-        self._command = command
-        self._access = access
-        self._stdout, self._stderr = OutputTail(), OutputTail()
-        """What it has written so far."""
+    stdout: int
+    """The descriptor from which its output is read."""
+    stderr: int
+    handle: int
+    """A descriptor that becomes readable when the program has ended."""
 
-    async def run(self, task: Task) -> int:
-        """Run the program, kill all its processes at the end, and return its exit code."""
-        process = self._start(task)
-        ended = start_in_thread(partial(self._wait_for, process), name=f"agent {self.name}")
-        try:
-            self.exit_code = code = await asyncio.shield(ended)
-        finally:
-            _kill_group(process)
-            await asyncio.wait([ended])  # the outputs are complete
-        return int(code)
+    def kill(self) -> None:
+        """Kill it with its process group; nothing happens after its end."""
+        ...
 
-    def _start(self, task: Task) -> subprocess.Popen[bytes]:
-        """Start it; not by asyncio, which loses the process if it is cancelled during the start."""
-        request = {"id": task.task_id, "messages": task.messages, "metadata": task.metadata}
-        with tempfile.TemporaryFile() as stdin:
-            stdin.write(msgspec.json.encode(request, enc_hook=str))
-            stdin.seek(0)
-            return subprocess.Popen(
-                self._command,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,  # apart: a buffered stdout is written after the traceback
-                env=marked(_environment(os.environ, self._access), "agent_program"),
-                start_new_session=True,  # its own process group, to be killed as a whole
-            )
+    def wait(self) -> int:
+        """Return its exit code, minus the number of a signal, once `handle` is readable."""
+        ...
 
-    def _wait_for(self, process: subprocess.Popen[bytes]) -> int:
-        """Read the outputs until the program exits, kill its children, and return its exit code."""
+    def close(self) -> None:
+        """Close the descriptors."""
+        ...
+
+
+class ChildProcess:
+    """A program that was started for one run; not by asyncio, which loses it if it is cancelled meanwhile."""
+
+    def __init__(
+        self, command: Sequence[str], stdin: IO[bytes], environment: Mapping[str, str], cwd: str | None
+    ) -> None:
+        """Start it in a process group of its own, to be killed as a whole."""
+        self._process = process = subprocess.Popen(
+            command,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,  # apart: a buffered stdout is written after the traceback
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
+        )
         assert process.stdout is not None
         assert process.stderr is not None
-        handle, polled = os.pidfd_open(process.pid), select.poll()
-        outputs = {process.stdout.fileno(): self._stdout, process.stderr.fileno(): self._stderr}
-        for descriptor in (*outputs, handle):
+        self.stdout, self.stderr = process.stdout.fileno(), process.stderr.fileno()
+        self.handle = os.pidfd_open(process.pid)
+
+    def kill(self) -> None:
+        """Implements `ProgramProcess.kill`."""
+        if self._process.returncode is None:  # a finished process's number may be reused
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """Implements `ProgramProcess.wait`."""
+        return self._process.wait()
+
+    def close(self) -> None:
+        """Implements `ProgramProcess.close`."""
+        os.close(self.handle)
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+Start = Callable[[Sequence[str], IO[bytes], Mapping[str, str], str | None], ProgramProcess]
+"""Starts a program with its standard input, environment and folder."""
+
+
+class Program:
+    """One run of a program: bounded in time, with the ends of its outputs."""
+
+    _key = ""
+    """What its outputs are shown without."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        stdin: bytes = b"",
+        cwd: str | None = None,
+        limit_s: float | None = None,
+        start: Start = ChildProcess,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            command: The program and its arguments.
+            environment: All that it receives, but for the mark of its attempt.
+            stdin: Its standard input.
+            cwd: The folder that it starts in.
+            limit_s: Ends it after this time, in which engines served.
+            start: How it is started.
+        """
+        self.name = program_name(command)
+        self.exit_code: int | None = None
+        """Minus the number of a signal that ended it; None if it runs, or if a limit has ended it."""
+        self.ended_by = ""
+        """The limit that has ended it."""
+        self._command, self._environment, self._cwd = command, environment, cwd
+        self._stdin, self._limit_s, self._start = stdin, limit_s, start
+        self._stdout, self._stderr = OutputTail(), OutputTail()
+        """What it has written so far."""
+        self._process: ProgramProcess | None = None
+
+    async def run(self) -> int:
+        """Run the program, kill all its processes at the end, and return its exit code; 0 after a limit."""
+        with tempfile.TemporaryFile() as stdin:
+            stdin.write(self._stdin)
+            stdin.seek(0)
+            environment = marked(self._environment, "agent_program")
+            self._process = process = self._start(self._command, stdin, environment, self._cwd)
+        ended = start_in_thread(partial(self._wait_for, process), name=f"agent {self.name}")
+        try:
+            if self._limit_s is None:
+                code = await asyncio.shield(ended)
+            else:
+                async with serving_timeout(self._limit_s):
+                    code = await asyncio.shield(ended)
+        except TimeoutError:
+            self.ended_by = "time"
+        finally:
+            process.kill()
+            await asyncio.wait([ended])  # the outputs are complete
+        if self.ended_by:
+            return 0
+        self.exit_code = code
+        return int(code)
+
+    def end(self, limit: str) -> None:
+        """End the program because of a limit."""
+        if self._process is not None:
+            self.ended_by = self.ended_by or limit
+            self._process.kill()
+
+    def _wait_for(self, process: ProgramProcess) -> int:
+        """Read the outputs until the program exits, kill its children, and return its exit code."""
+        polled = select.poll()
+        outputs = {process.stdout: self._stdout, process.stderr: self._stderr}
+        for descriptor in (*outputs, process.handle):
             polled.register(descriptor, select.POLLIN)
         try:
-            while handle not in (ready := [descriptor for descriptor, _ in polled.poll()]):
+            while process.handle not in (ready := [descriptor for descriptor, _ in polled.poll()]):
                 for descriptor in ready:
                     if not _read(descriptor, outputs[descriptor]):
                         polled.unregister(descriptor)  # it has closed this output, and runs on
-            _kill_group(process)
+            process.kill()
             for descriptor, tail in outputs.items():
                 os.set_blocking(descriptor, False)
                 with suppress(BlockingIOError):  # not to its end: children in other sessions may hold it open
                     _read(descriptor, tail)
             return process.wait()
         finally:
-            os.close(handle)
-            process.stdout.close()
-            process.stderr.close()
+            process.close()
+
+    def output(self) -> tuple[list[str], list[str]]:
+        """Return the last lines of its two outputs, without the key of an endpoint."""
+        return self._stdout.lines(self._key), self._stderr.lines(self._key)
 
     @property
     def failure(self) -> str:
-        """How it ended, or that it runs; its last exception; and the last error of the endpoint."""
-        if self.exit_code is None:
+        """How it ended, or that it runs; and its last exception."""
+        if self.ended_by:
+            how = f"was ended by its limit of {self.ended_by}"
+        elif self.exit_code is None:
             how = "was still running"
         elif self.exit_code < 0:
             how = f"was killed by signal {-self.exit_code} ({signal.strsignal(-self.exit_code)})"
         else:
             how = f"ended with {self.exit_code}"
-        key = self._access.api_key
-        said = last_words(self._stdout.lines(key), self._stderr.lines(key))
-        text = f"agent {self.name!r} {how}: {said}"
-        return "; ".join(filter(None, (text, last_error_text(self._access))))
+        return f"{self.name!r} {how}: {last_words(*self.output())}"
+
+
+class AgentProgram(Program):
+    """A program that is an agent: it asks the endpoint of a trajectory."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        access: EndpointAccess,
+        task: Task,
+        *,
+        environment: Mapping[str, str] | None = None,
+        **how: Any,
+    ) -> None:
+        """Prepare to run a command that asks the endpoint.
+
+        Args:
+            command: The program and its arguments.
+            access: The endpoint.
+            task: The task, which is JSON on its standard input, unless `how` has another.
+            environment: All that it receives; by default our environment, with the address of the policy.
+            how: Further arguments of `Program`.
+        """
+        if environment is None:
+            environment = {**_environment(os.environ), **endpoint_variables(os.environ, access)}
+        request = {"id": task.task_id, "messages": task.messages, "metadata": task.metadata}
+        how.setdefault("stdin", msgspec.json.encode(request, enc_hook=str))
+        super().__init__(command, environment, **how)
+        self._access, self._key = access, access.api_key
+
+    @property
+    def failure(self) -> str:
+        """How it ended, or that it runs; its last exception; and the last error of the endpoint."""
+        said = f"agent {super().failure}"
+        return "; ".join(filter(None, (said, last_error_text(self._access))))
 
 
 def program_name(command: Sequence[str]) -> str:
@@ -213,12 +343,10 @@ def without_proxy(environment: Mapping[str, str], url: str) -> dict[str, str]:
     return {"no_proxy": exempt, "NO_PROXY": exempt}
 
 
-def _environment(ours: Mapping[str, str], access: EndpointAccess) -> dict[str, str]:
-    """Return our environment without hidden variables, with the address of the policy."""
-    kept = {name: value for name, value in ours.items() if not name.startswith(_HIDDEN_PREFIXES)}
+def endpoint_variables(environment: Mapping[str, str], access: EndpointAccess) -> dict[str, str]:
+    """Return the variables by which clients find the endpoint, and ask it directly in an environment."""
     return {
-        **kept,
-        **without_proxy(kept, access.base_url),
+        **without_proxy(environment, access.base_url),
         "OPENAI_BASE_URL": access.base_url,
         "OPENAI_API_KEY": access.api_key,
         "OPENAI_MODEL": access.model,
@@ -226,6 +354,11 @@ def _environment(ours: Mapping[str, str], access: EndpointAccess) -> dict[str, s
         "ANTHROPIC_API_KEY": access.api_key,
         "ANTHROPIC_MODEL": access.model,
     }
+
+
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return our environment without hidden variables."""
+    return {name: value for name, value in ours.items() if not name.startswith(_HIDDEN_PREFIXES)}
 
 
 def _read(descriptor: int, tail: OutputTail) -> bool:
@@ -247,9 +380,3 @@ def _last_exception(lines: Sequence[str]) -> list[str]:
     if found is None:
         return []
     return [_GROUP_MARGIN.sub("", line).strip() for line in lines[found : found + _NUM_LINES]]
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    if process.returncode is None:  # a finished process's number may be reused
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)

@@ -139,7 +139,8 @@ class OpenAIAgentLoop(AgentLoop):
             (`id`, `messages`, `metadata`; not the answer). It and its child processes are killed when the
             trajectory ends.
         nonzero_exit: What follows from a program's exit code above 0: `fail` fails the attempt, `zero` scores
-            what the policy wrote with 0. A program that asked nothing, or that a signal killed, always fails.
+            what the policy wrote with 0, `score` ignores the code. A program that asked nothing, or that a
+            signal killed, always fails.
         parser: Format of tool calls: a name in `agent_loops.parsing.PARSERS`, or `module:Class`; by default
             the format that the model's chat template teaches.
         opens_thought: Whether the chat template itself opens `<think>` for each turn.
@@ -163,7 +164,7 @@ class OpenAIAgentLoop(AgentLoop):
         self,
         agent: str | None = None,
         command: Sequence[str] | None = None,
-        nonzero_exit: Literal["fail", "zero"] = "fail",
+        nonzero_exit: Literal["fail", "zero", "score"] = "fail",
         parser: str | None = None,
         opens_thought: bool = False,
         constraints: Literal["refuse", "ignore"] = "refuse",
@@ -195,10 +196,10 @@ class OpenAIAgentLoop(AgentLoop):
                 f"rollout.agent_loop_args: constraints is {constraints!r}; expected refuse or ignore"
             )
         self._ignores_constraints = constraints == "ignore"
-        if nonzero_exit != "fail" and (nonzero_exit != "zero" or command is None):
+        if nonzero_exit != "fail" and (nonzero_exit not in ("zero", "score") or command is None):
             raise ConfigError(
                 f"rollout.agent_loop_args: nonzero_exit is {nonzero_exit!r}; "
-                "expected fail, or zero for a command"
+                "expected fail, or for a command zero or score"
             )
         try:
             settings = msgspec.convert({"opens_thought": opens_thought, **serving}, _Serving)
@@ -252,6 +253,21 @@ class OpenAIAgentLoop(AgentLoop):
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Implements `AgentLoop.run`."""
+        if not self._command:
+            return await self._run_agent(task, session)
+
+        async def make(access: EndpointAccess) -> AgentProgram:
+            return AgentProgram(self._command, access, task)
+
+        return await self._run_agent(task, session, make)
+
+    async def _run_agent(
+        self,
+        task: Task,
+        session: Session,
+        make: Callable[[EndpointAccess], Awaitable[AgentProgram]] | None = None,
+    ) -> StopReason | None:
+        """Run the agent: the function, or the program that `make` returns."""
         if self._reader is None:
             with suppress(ConfigError):  # an agent without tools needs none
                 self._reader = load_parser(recognise(session.chat_template))
@@ -262,17 +278,18 @@ class OpenAIAgentLoop(AgentLoop):
             ignores_constraints=self._ignores_constraints,
         )
         async with opened as access:
-            program = AgentProgram(self._command, access) if self._command else None
+            program = None if make is None else await make(access)
             handler = access.handler
             try:
                 if program is None:
                     await self._call(task, access, session)
-                elif code := await program.run(task):
+                elif code := await program.run():
                     is_scored = code > 0 and handler.has_answered and handler.exceeded is None
                     if self._nonzero_exit == "fail" or not is_scored:
                         raise AgentLoopError(program.failure)
-                    log.info("%s; it is scored 0 (nonzero_exit)", program.failure)
-                    return "failed"
+                    if self._nonzero_exit == "zero":
+                        log.info("%s; it is scored 0 (nonzero_exit)", program.failure)
+                        return "failed"
                 if not handler.has_answered:
                     said = _what_happened(program, access) or "it sent none"
                     raise AgentLoopError(

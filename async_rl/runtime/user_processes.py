@@ -28,8 +28,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache, wraps
 from multiprocessing.process import BaseProcess
@@ -245,6 +245,23 @@ def attempt_scope(name: str, on_reaped: Callable[[str, str], None]) -> Iterator[
         raise
     finally:
         scope.end(reason)
+
+
+@asynccontextmanager
+async def processes_ended(name: str) -> AsyncIterator[None]:
+    """End all that was started in the block before the attempt around it goes on.
+
+    Args:
+        name: What the block is, for the log.
+    """
+    outer = _current.get()
+    scope = ProcessScope(name) if outer is None else ProcessScope(name, outer.on_reaped)
+    try:
+        with scope.active():
+            yield
+    finally:
+        scope.end("attempt_ended")
+        await settle()
 
 
 class _Owner:

@@ -264,7 +264,10 @@ async def played(
     """Run a program whose task has two questions; return the reason with which it stopped."""
     bench, _ = talking(lines(*says), **limits)
     questions = [{"role": "user", "content": text} for text in ("Weather in Oslo and Rome?", then)]
-    return bench, await OpenAIAgentLoop(command=command).run(make_task(messages=questions), bench.session)
+    # Its tool-calling agent always sends `tool_choice: required`.
+    forces = any("smolagents" in word for word in command)
+    loop = OpenAIAgentLoop(command=command, constraints="ignore" if forces else "refuse")
+    return bench, await loop.run(make_task(messages=questions), bench.session)
 
 
 async def trajectories(bench: Bench) -> list[Trajectory]:

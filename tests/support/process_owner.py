@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from agent_loops.harness.place import local_place
 from agent_loops.mcp import McpServer, McpServerSpec
 from agent_loops.openai_agent import OpenAIAgentLoop
 from agent_loops.sandbox import Interpreter, Limits
@@ -90,6 +91,14 @@ async def container(folder: Path) -> None:
         await asyncio.Event().wait()
 
 
+async def workspace(folder: Path) -> None:
+    """Hold the workspace of a command-line agent."""
+    async with local_place(None, max_bytes=1 << 20) as place:
+        (folder.parent / "workspace").write_text(place.workspace)
+        (folder / "held").write_text(str(os.getpid()))
+        await asyncio.Event().wait()
+
+
 def note_and_sleep(folder: Path) -> None:
     """Note the pid of this process, and never end."""
     (folder / "of multiprocessing").write_text(str(os.getpid()))
@@ -115,13 +124,16 @@ STARTED: dict[str, Any] = {
 }
 """What starts processes of each kind, and how many note their pids."""
 
+HELD: dict[str, Any] = {"container": container, "workspace": workspace}
+"""What holds something that is no process."""
+
 
 async def _main(kind: str, folder: Path, run_dir: Path) -> None:
     write_reports(run_dir)
     with ProcessScope("the test").active():
         if kind in multiprocessing.get_all_start_methods():
             await of_multiprocessing(kind, folder)
-        await (container if kind == "container" else STARTED[kind][0])(folder)
+        await (HELD[kind] if kind in HELD else STARTED[kind][0])(folder)
 
 
 if __name__ == "__main__":

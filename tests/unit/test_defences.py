@@ -210,13 +210,13 @@ def test_parsers_end_on_hostile_text(name: str, piece: str) -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 async def test_a_compressed_body_is_not_inflated(monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     read: list[int] = []
-    decode = endpoint.read_request
+    decode = endpoint._read_body
 
-    def read_request(body: bytes, model: str) -> object:
+    def read_body(dialect: Any, body: bytes, model: str) -> object:
         read.append(len(body))
-        return decode(body, model)
+        return decode(dialect, body, model)
 
-    monkeypatch.setattr(endpoint, "read_request", read_request)
+    monkeypatch.setattr(endpoint, "_read_body", read_body)
     bomb = (gzip.compress if encoding == "gzip" else zlib.compress)(
         b'{"messages": "' + bytes(64 * MEBIBYTE) + b'"}'
     )

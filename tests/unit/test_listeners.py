@@ -219,13 +219,13 @@ async def test_a_key_has_a_limit_of_connections() -> None:
 
 async def test_a_large_body_is_parsed_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    read = endpoint_module.read_request
+    read = endpoint_module._read_body
 
-    def read_request(body: bytes, model: str) -> object:
+    def read_body(*arguments: Any) -> object:
         threads.append(threading.current_thread() is threading.main_thread())
-        return read(body, model)
+        return read(*arguments)
 
-    monkeypatch.setattr(endpoint_module, "read_request", read_request)
+    monkeypatch.setattr(endpoint_module, "_read_body", read_body)
     async with asked(lines("Hello.", "Hello.")) as a:
         await a.say("Hi")
         with pytest.raises(openai.BadRequestError, match="objects and lists"):

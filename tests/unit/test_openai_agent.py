@@ -448,8 +448,11 @@ async def test_an_error_hides_the_key_when_it_quotes_a_request(
         ({"command": "python agent.py"}, "expected a list"),
         ({"command": ["no-such-program"]}, "there is no program 'no-such-program'"),
         ({"agent": f"{HERE}:two_turnz"}, "did you mean 'two_turns'"),
-        ({"command": ["sh"], "nonzero_exit": "0"}, "nonzero_exit is '0'; expected fail, or zero for a comm"),
-        ({"agent": f"{HERE}:two_turns", "nonzero_exit": "zero"}, "expected fail, or zero for a command"),
+        ({"command": ["sh"], "nonzero_exit": "0"}, "nonzero_exit is '0'; expected fail, or for a command z"),
+        (
+            {"agent": f"{HERE}:two_turns", "nonzero_exit": "zero"},
+            "expected fail, or for a command zero or score",
+        ),
         ({"agent": f"{HERE}:two_turns", "port": True}, r"`int`, got `bool` - at `\$.port`"),
         ({"agent": f"{HERE}:two_turns", "max_body_bytes": 0}, r"`int` >= 1 - at `\$.max_body_bytes`"),
         ({"agent": f"{HERE}:two_turns", "opens_thought": "no"}, r"`bool`, got `str` - at `\$.opens_thought`"),

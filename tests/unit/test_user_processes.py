@@ -283,6 +283,16 @@ async def test_a_release_command_runs_when_its_owner_is_killed(tmp_path: Path) -
 
 
 @pytest.mark.real
+async def test_a_workspace_is_removed_when_its_owner_is_killed(tmp_path: Path) -> None:
+    with owner("workspace", tmp_path) as process:
+        await until(lambda: (tmp_path / "pids" / "held").exists())
+        folder = Path((tmp_path / "workspace").read_text())
+        assert folder.exists()
+        process.kill()
+        await until(lambda: not folder.parent.exists())
+
+
+@pytest.mark.real
 async def test_scopes_are_forgotten_when_none_of_their_processes_is_left() -> None:
     """A run has millions of attempts, of which each may start a process."""
     with attempt_scope("trajectory 1", lambda kind, reason: None):
