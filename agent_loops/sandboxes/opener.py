@@ -75,15 +75,9 @@ class _Pool:
 
 
 class Sandboxes:
-    r"""Lends sandboxes to the attempts of a process: an async context manager, entered for the whole run.
+    """Lends sandboxes to the attempts of a process: an async context manager, entered for the whole run.
 
-    Example:
-        >>> sandboxes = Sandboxes({"kind": "containers", "image": "python:3.11"}, pool=4)
-        >>> async with sandboxes:  # in the agent loop's `__aenter__`
-        ...     async with sandboxes.open(session) as box:
-        ...         result = await box.exec("python -c 'print(6 * 7)'", timeout_s=10)
-        >>> result.stdout
-        '42\n'
+    `docs/guide/sandboxes.md` has a loop that uses it.
     """
 
     def __init__(

@@ -21,6 +21,8 @@ class LosesSandboxes:
     sandboxes: ClassVar[Any]
     seen: ClassVar[set[str]] = set()
     lost: ClassVar[list[str]] = []
+    kept: ClassVar[list[str]] = []
+    """Trajectories whose attempt had its sandbox to its end."""
     scored: ClassVar[list[str]] = []
 
     def __init__(self) -> None:
@@ -35,12 +37,15 @@ class LosesSandboxes:
     async def run(self, task: Task, session: Session) -> None:
         session.start(task.messages)
         async with self.sandboxes.open(session) as box:
-            turn = await session.generate()
-            if session.trajectory_id not in self.seen:
+            await session.generate()
+            loses = session.trajectory_id not in self.seen
+            if loses:
                 self.seen.add(session.trajectory_id)
                 SERVICES["lossy"].running.pop(box.name)
-                self.lost.append(turn.text)
+                self.lost.append(session.trajectory_id)
             await box.exec("true")
+            if not loses:
+                self.kept.append(session.trajectory_id)
 
 
 def score(task: Task, completion: Completion) -> float:
@@ -65,6 +70,7 @@ async def test_attempts_that_lose_their_sandbox_are_made_again_and_never_scored(
     summary = await run(config, cluster)
     assert summary.weight_versions == 2
     assert LosesSandboxes.lost
+    assert len(LosesSandboxes.scored) <= len(LosesSandboxes.kept)
     assert not summary.trajectories.dropped
     assert_conserved(summary)
     rewards = [reward for batch in cluster.trainer.batches for reward in batch.rewards]

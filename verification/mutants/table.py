@@ -16,12 +16,15 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from agent_loops.sandboxes.protocol import ExecResult
+from async_rl.errors import SandboxLost
 from verification.mutants.patching import Mutant
 
 MUTANTS: Final[dict[str, Mutant]] = {}
 
 WITHOUT: Final = {
     "tests/integration/test_trainer_ranks.py": "ranks are processes of their own",
+    "tests/unit/test_killed_sandbox_owners.py": "the owner is a process of its own",
     "tests/settings/test_settings.py": "it tries each setting itself",
     "tests/integration/test_chaos.py": "Ray's processes are not those of the test",
     "tests/unit/test_monitoring.py": "rules are data, no functions",
@@ -544,6 +547,26 @@ def conversations_are_never_continued(original, *args, **named):
 @breaks("agent_loops.sandbox:_refuse_home", "unit/sandbox")
 def programs_see_home_folders(original, *args, **named):
     """A folder with a home folder in it is shown to programs."""
+
+
+@breaks("agent_loops.sandboxes.protocol:ran_too_long", "contract/sandbox_contract")
+def no_command_runs_too_long(original, *args):
+    """A command that its time limit has ended is not told from one that was killed."""
+    return False
+
+
+@breaks("agent_loops.sandboxes.opener:_Lease.end", "unit/sandboxes")
+def leases_do_not_end(original, self):
+    """A sandbox runs on after its block."""
+
+
+@breaks("agent_loops.sandboxes.protocol:ShellSandbox.exec", "simulation/lost_sandboxes")
+async def lost_sandboxes_fail_commands(original, *args, **named):
+    """A lost sandbox is a result of the command."""
+    try:
+        return await original(*args, **named)
+    except SandboxLost:
+        return ExecResult(exit_code=1, stdout="", stderr="")
 
 
 @breaks("agent_loops.rewards_code:is_same_output", "unit/examples", "unit/rewards_code")
