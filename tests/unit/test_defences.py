@@ -17,6 +17,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from typing import Any
 
 import httpx
 import openai
