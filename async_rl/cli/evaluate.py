@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from async_rl.cli.inspection.show import terminal
 from async_rl.cli.inspection.try_out import (
     ON_THIS_MACHINE,
     OpenEngines,
@@ -38,7 +39,6 @@ from async_rl.observability.text_console import TextConsole
 from async_rl.placement import rollout_workers
 from async_rl.rollout.session.context import SessionContext
 from async_rl.run.folder import result_folder, run_in_folder
-from async_rl.run.folder import run_console as default_console
 from async_rl.run.preflight import check_config
 from async_rl.runtime.ids import new_id
 from async_rl.runtime.printable import print_text
@@ -87,7 +87,7 @@ def evaluate(
     if not config.data.validation:
         raise ConfigError("data.validation names no dataset: add `data.validation: [{path: ...}]`")
     check_config(config)
-    shown = console or default_console()
+    shown = console or terminal()
 
     async def run(folder: Path, stop: asyncio.Event) -> EvaluationRecord:
         return await _evaluate_sets(config, folder, open_engines, keep_answers=out is not None)

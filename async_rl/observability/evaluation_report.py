@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from async_rl.observability.evaluation_record import (
@@ -22,7 +23,8 @@ from async_rl.observability.text_console import TextConsole
 def show_scores(console: TextConsole, model: str, record: EvaluationRecord) -> None:
     """Print a record as a table with one line per set."""
     ks = sorted({k for score in record.scores.values() for k in score.pass_at}, key=int)
-    table = Table(title=f"{model}, {record.asked} answers in {record.duration_s:.0f} s", title_justify="left")
+    title = f"{model}, {record.asked} answers in {record.duration_s:.0f} s"
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1))
     table.add_column("set")
     for name in ("tasks", "reward", *(f"pass@{k}" for k in ks), "tokens", "truncated"):
         table.add_column(name, justify="right")

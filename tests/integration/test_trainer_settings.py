@@ -6,12 +6,14 @@ import subprocess
 import sys
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from async_rl.config import LayoutConfig
 from async_rl.errors import ConfigError, EnvironmentNotReady
+from async_rl.trainer_protocol import BEST_FILE, BestCheckpoint
 from tests.support.emulated_layers import EMULATED
 from tests.support.tiny_model import build_tiny_qwen3_moe
 from tests.support.train_batches import random_batch
@@ -55,6 +57,19 @@ def test_checkpoints_are_kept_when_their_step_is_a_multiple(one_layer, tmp_path)
             worker.save_checkpoint(str(tmp_path), {})
             worker.saved_checkpoint(wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000004"]
+
+
+@pytest.mark.parametrize("keep_best", ["all/reward", None])
+def test_the_best_checkpoint_is_kept_when_the_config_says_by_what(one_layer, tmp_path, keep_best):
+    best = BestCheckpoint(metric="all/reward", step=1, value=0.5)
+    (tmp_path / BEST_FILE).write_bytes(msgspec.json.encode(best))
+    with started(trainer_config(one_layer, keep_checkpoints=1, keep_best=keep_best)) as worker:
+        for step in (1, 2, 3):
+            worker.train_on(random_batch(step, layers=1), step)
+            worker.save_checkpoint(str(tmp_path), {})
+            worker.saved_checkpoint(wait=True)
+    kept = ["step_00000001", "step_00000003"] if keep_best else ["step_00000003"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
 
 
 class SetupEnded(Exception):
