@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Final
 import msgspec
 
 from agent_loops.environment.base import Environment, Observation
-from agent_loops.environment.local_shell import CommandResult, LocalShell, Shell
+from agent_loops.environment.local_shell import CommandResult, LocalShell, TaskShell
 from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.reward_values import reward_value
@@ -108,7 +108,7 @@ class HarborEnvironment(Environment):
     recorded beside `reward`.
 
     Args:
-        sandbox: `module:Class` of a `Shell`, made with the task folder, its `HarborTask` and its `Image`. The
+        sandbox: `module:Class` of a `TaskShell`, made with the task folder, its `HarborTask` and its `Image`. The
             default runs commands on this host, isolated from its files and network, and refuses a task
             whose Dockerfile does more than copy files and set variables.
         max_output_chars: The most characters of a command's output that the policy reads.
@@ -119,12 +119,12 @@ class HarborEnvironment(Environment):
     def __init__(
         self, sandbox: str = "agent_loops.environment.harbor:host_shell", max_output_chars: int = 8192
     ) -> None:
-        self._new_shell: Callable[[Path, HarborTask, Image], Shell] = load_object(sandbox, what="sandbox")
+        self._new_shell: Callable[[Path, HarborTask, Image], TaskShell] = load_object(sandbox, what="sandbox")
         self._is_local = self._new_shell is host_shell
         if max_output_chars < 1:
             raise ConfigError(f"rollout.agent_loop_args: max_output_chars is {max_output_chars}")
         self._max_output_chars = max_output_chars
-        self._shell: Shell | None = None
+        self._shell: TaskShell | None = None
 
     async def reset(self, task: Task) -> Observation:
         """Implements `Environment.reset`."""
@@ -209,7 +209,7 @@ class HarborEnvironment(Environment):
         )
 
 
-def host_shell(folder: Path, task: HarborTask, image: Image) -> Shell:
+def host_shell(folder: Path, task: HarborTask, image: Image) -> TaskShell:
     """Return the default sandbox: commands on this host."""
     return LocalShell(task.environment.workdir or image.workdir, memory_mb=task.environment.memory_mb)
 

@@ -70,7 +70,7 @@ class CommandResult(msgspec.Struct, frozen=True):
     timed_out: bool = False
 
 
-class Shell(ABC):
+class TaskShell(ABC):
     """Where the commands of one episode run."""
 
     @abstractmethod
@@ -100,7 +100,7 @@ class Shell(ABC):
         """End its processes, and remove its files."""
 
 
-class LocalShell(Shell):
+class LocalShell(TaskShell):
     """Runs commands on this host.
 
     Args:
@@ -114,7 +114,7 @@ class LocalShell(Shell):
         self._root: Path | None = None
 
     async def start(self) -> None:
-        """Implements `Shell.start`.
+        """Implements `TaskShell.start`.
 
         Raises:
             EnvironmentNotReady: A program is missing, or this machine refuses namespaces.
@@ -135,7 +135,7 @@ class LocalShell(Shell):
     async def run_command(
         self, command: str, *, env: Mapping[str, str], limit_s: float, stdin: bytes = b""
     ) -> CommandResult:
-        """Implements `Shell.run_command`."""
+        """Implements `TaskShell.run_command`."""
         assert self._root is not None, "start comes first"
         names = ("--user", "--map-root-user", "--mount", "--pid", "--ipc", "--uts", "--net", "--fork")
         process = await asyncio.create_subprocess_exec(
@@ -162,7 +162,7 @@ class LocalShell(Shell):
         return CommandResult(process.returncode or 0, bytes(output), timed_out)
 
     async def close(self) -> None:
-        """Implements `Shell.close`."""
+        """Implements `TaskShell.close`."""
         if (root := self._root) is not None:
             self._root = None
             await run_to_end(lambda: shutil.rmtree(root, ignore_errors=True))

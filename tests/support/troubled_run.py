@@ -60,6 +60,7 @@ def settings(calculator: Path, folder: Path) -> dict[str, Any]:
             "path": str(_tasks(calculator, folder)),
             "keys": {"reward": "reward"},
             "validation": [{"path": str(_validation(calculator, folder))}],
+            "curriculum": {"warm_up": 0},
         },
         "engine": {
             "kind": "simulated",
