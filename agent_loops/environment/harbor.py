@@ -108,7 +108,7 @@ class HarborEnvironment(Environment):
     recorded beside `reward`.
 
     Args:
-        sandbox: `module:Class` of a `TaskShell`, made with the task folder, its `HarborTask` and its `Image`. The
+        sandbox: `module:Class` of a `TaskShell`, made with the task folder, its `HarborTask` and `Image`. The
             default runs commands on this host, isolated from its files and network, and refuses a task
             whose Dockerfile does more than copy files and set variables.
         max_output_chars: The most characters of a command's output that the policy reads.
