@@ -160,12 +160,10 @@ async def test_limits_and_stops_of_a_request_are_kept():
         assert stopped.choices[0].finish_reason == "stop"
 
 
-async def test_the_policy_answers_under_any_models_name_and_ignores_the_format():
+async def test_the_policy_answers_under_any_models_name():
     async with asked(lines("Hello.", "Hello.")) as a:
         answer = await a.client.chat.completions.create(
-            model="openai/gpt-4o",
-            messages=[{"role": "user", "content": "x"}],
-            response_format={"type": "json_object"},
+            model="openai/gpt-4o", messages=[{"role": "user", "content": "x"}]
         )
         assert (answer.model, answer.choices[0].message.content) == ("openai/gpt-4o", "Hello.")
         assert (await a.client.models.retrieve("gpt-4o")).id == "gpt-4o"
@@ -532,7 +530,9 @@ Ask = Callable[..., Awaitable[Exchange]]
 @asynccontextmanager
 async def traced_conversation(session: ScriptedSession) -> AsyncIterator[Ask]:
     """Answers the requests of a trajectory and counts the bytes that are allocated meanwhile."""
-    handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
+    handler = RequestHandler(
+        session, reader=None, opens_thought=False, ignores_constraints=False, on_ignored=lambda _: None
+    )
 
     async def ask(messages: list[dict[str, Any]]) -> Exchange:
         chat = ChatCompletions().read(
@@ -582,7 +582,9 @@ async def test_memory_of_a_conversation_grows_with_its_turns_when_each_request_r
 
 async def test_error_is_told_again_when_a_failed_request_is_repeated() -> None:
     session = ScriptedSession("Hello.")
-    handler = RequestHandler(session, reader=None, opens_thought=False, on_ignored=lambda _: None)
+    handler = RequestHandler(
+        session, reader=None, opens_thought=False, ignores_constraints=False, on_ignored=lambda _: None
+    )
     body = {"model": "policy", "messages": [{"role": "user", "content": "x" * (1 << 17)}]}
     chat, other = (
         ChatCompletions().read(json.dumps(each).encode(), "policy") for each in (body, body | {"top_p": 0.5})

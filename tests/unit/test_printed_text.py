@@ -62,7 +62,12 @@ def test_a_traceback_of_an_unhandled_error_has_no_control_characters(
     assert "ValueError" in shown
 
 
-_OWN_PROGRAMS = ("verification/simulation/", "agent_loops/sandbox_child.py", "async_rl/runtime/reaper.py")
+_OWN_PROGRAMS = (
+    "verification/simulation/",
+    "agent_loops/sandbox_child.py",
+    "agent_loops/harness/fork_server.py",
+    "async_rl/runtime/reaper.py",
+)
 """Programs of their own, which print figures, in a sandbox, or representations."""
 _ALLOWED = {
     "print": "async_rl/runtime/printable.py",

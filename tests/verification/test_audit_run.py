@@ -133,7 +133,7 @@ def test_it_is_noticed_when_a_step_was_wrong(
         ("UPDATE folded SET reason = 'stale' WHERE reason = 'restart'", [ACCOUNTS]),
         ("DELETE FROM groups WHERE position = (SELECT min(position) FROM groups)", [ACCOUNTS]),
         ("UPDATE meta SET value = 1000 WHERE key = 'cursor'", [POSITIONS]),
-        ("INSERT INTO pending VALUES (0)", [POSITIONS]),
+        ("INSERT INTO pending VALUES (0, 't', 0)", [POSITIONS]),
     ],
 )  # fmt: skip
 def test_it_is_noticed_when_the_ledger_is_wrong(statement: str, violated: list[str], files: Files) -> None:

@@ -84,6 +84,12 @@ def tasks_are_skipped(original, feeder):
     return (original(feeder), original(feeder))[1]
 
 
+@breaks("async_rl.cli.what_if:changed_config", "simulation/what_if")
+def settings_are_not_changed(original, folder, past, overrides):
+    """What would be is what was."""
+    return original(folder, past, [])
+
+
 @breaks("async_rl.run.plan_watch:PlanWatch.observe_step", "simulation/plan_watch")
 def slow_runs_pass_for_planned(original, *args, **named):
     """A run that is slower than its plan is compared with nothing."""
@@ -550,6 +556,34 @@ def conversations_are_never_continued(original, *args, **named):
     """Each request over OpenAI's API begins a conversation."""
 
 
+@breaks(
+    "async_rl.openai_api.request_handler:RequestHandler.with_history",
+    "integration/frameworks",
+    "unit/dialects",
+)
+def ids_of_answers_are_ignored(original, handler, request):
+    """A request that names an earlier answer begins another conversation."""
+    return msgspec.structs.replace(request, previous=None, has_references=False)
+
+
+@breaks("agent_loops.harness.place:_num_bytes", "unit/harness")
+def workspaces_are_never_full(original, folder):
+    """A program may fill the disk."""
+    return 0
+
+
+@breaks("async_rl.openai_api.history:find_repeated", "unit/harness_conversations")
+def requests_are_never_repeated(original, *args, **named):
+    """A retry is sampled again."""
+    return None
+
+
+@breaks("agent_loops.harness.scoring:Scorer.parts", "contract/harness_programs", "unit/harness")
+async def everything_scores(original, *args, **named):
+    """What a program left is not looked at."""
+    return {"reward": 1.0}
+
+
 @breaks("agent_loops.sandbox:_refuse_home", "unit/sandbox")
 def programs_see_home_folders(original, *args, **named):
     """A folder with a home folder in it is shown to programs."""
@@ -587,7 +621,7 @@ def right_answers_score_nothing(original, task, completion):
     return 1.0 - original(task, completion)
 
 
-@breaks("async_rl.openai_api.chat_completions:_limited", "unit/defences", "unit/openai_api", "unit/listeners")
+@breaks("async_rl.openai_api.reading:_limited", "unit/defences", "unit/openai_api", "unit/listeners")
 def bodies_of_any_size_are_decoded(original, body):
     """A request may have any number of objects and lists."""
     return body
