@@ -54,6 +54,7 @@ async def test_each_task_is_trained_once_while_agents_are_killed(
         "run.drain_s=5",
         "rollout.agent_loop=agent_loops.claims:ClaimLoop",
         f"rollout.agent_loop_args.claims={{port: {port}, lease_s: 1.0}}",
+        "rollout.agent_loop_args.parser=hermes",
         "rollout.reward=agent_loops.claims:claimed_reward",
         "rollout.group_size=2",
         "rollout.max_attempts=20",
