@@ -36,7 +36,13 @@ from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady
 from async_rl.openai_api.endpoint import EndpointAccess
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.addresses import is_loopback, reachable_address
-from async_rl.runtime.http_listener import Handler, json_response, send_whole_responses, serve_http
+from async_rl.runtime.http_listener import (
+    Handler,
+    json_response,
+    send_response,
+    send_whole_responses,
+    serve_http,
+)
 from async_rl.runtime.listeners import ConnectionLimit
 from async_rl.runtime.reward_values import MAX_REWARD
 from async_rl.types import Completion, Task
@@ -75,14 +81,14 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Claim:
-    """One offer, from the time at which an agent receives it."""
+    """One offer, which an agent may hold."""
 
     def __init__(self, offer: Offer) -> None:
-        self.id = secrets.token_hex(16)
         self.offer = offer
-        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
-        self.renewed = asyncio.Event()
-        self.given = asyncio.Event()
+        self.holder: str | None = None
+        """The id of the claim while an agent holds it."""
+        self.end: End | None = None
+        self.changed = asyncio.Event()
 
 
 class ClaimBoard:
@@ -108,20 +114,20 @@ class ClaimBoard:
         self._open.append(claim)
         self._offered.set()
         try:
-            await claim.given.wait()
-            while not claim.ended.done():
-                claim.renewed.clear()
-                renewing = asyncio.wait_for(claim.renewed.wait(), self.lease_s)
-                with suppress(TimeoutError):
-                    await renewing
-                    continue
-                if not claim.ended.done():
-                    claim.ended.set_result(End(expired=True))
-            return claim.ended.result()
+            while claim.end is None:
+                claim.changed.clear()
+                try:
+                    async with asyncio.timeout(None if claim.holder is None else self.lease_s):
+                        await claim.changed.wait()
+                except TimeoutError:
+                    if not claim.changed.is_set():
+                        claim.end = End(expired=True)
+            return claim.end
         finally:
-            if not claim.given.is_set():
+            if claim.holder is None:
                 self._open.remove(claim)
-            self._claims.pop(claim.id, None)
+            else:
+                del self._claims[claim.holder]
 
     async def claim(self, wait_s: float) -> tuple[str, Offer] | None:
         """Return the oldest offer, with the id of its claim; None if there is none within the time."""
@@ -133,25 +139,36 @@ class ClaimBoard:
         if not self._open:
             return None
         claim = self._open.popleft()
-        self._claims[claim.id] = claim
-        claim.given.set()
-        return claim.id, claim.offer
+        claim.holder = claim_id = secrets.token_hex(16)
+        self._claims[claim_id] = claim
+        claim.changed.set()
+        return claim_id, claim.offer
+
+    def take_back(self, claim_id: str) -> None:
+        """Offer a task again that did not reach its agent."""
+        if (claim := self._claims.get(claim_id)) is None or claim.end is not None:
+            return
+        del self._claims[claim_id]
+        claim.holder = None
+        self._open.appendleft(claim)
+        claim.changed.set()
+        self._offered.set()
 
     def renew(self, claim_id: str) -> bool:
         """Renew a claim; return whether it still belongs to its agent."""
-        if (claim := self._claims.get(claim_id)) is None or claim.ended.done():
+        if (claim := self._claims.get(claim_id)) is None or claim.end is not None:
             return False
-        claim.renewed.set()
+        claim.changed.set()
         return True
 
     def end(self, claim_id: str, end: End) -> bool:
-        """End a claim; return whether it still belonged to its agent, or has ended in the same way."""
+        """End a claim; return whether it still belonged to its agent, or has just ended in the same way."""
         if (claim := self._claims.get(claim_id)) is None:
             return False
-        if not claim.ended.done():
-            claim.ended.set_result(end)
-            claim.renewed.set()
-        return claim.ended.result() == end
+        if claim.end is None:
+            claim.end = end
+            claim.changed.set()
+        return claim.end == end
 
 
 class _Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -221,7 +238,13 @@ class ClaimServer:
             return web.Response(status=204)
         claim_id, offer = found
         body = {"id": claim_id, "lease_s": self._board.lease_s, **msgspec.structs.asdict(offer)}
-        return json_response(msgspec.json.encode(body))
+        response = json_response(msgspec.json.encode(body))
+        try:
+            await send_response(request, response)
+        except BaseException:
+            self._board.take_back(claim_id)
+            raise
+        return response
 
     async def _post_renew(self, request: web.Request) -> web.StreamResponse:
         if not self._board.renew(request.match_info["id"]):

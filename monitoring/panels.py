@@ -239,7 +239,8 @@ FLOW: Final = (
                 "drawn: {{pool}}",
             ),
             Query(
-                f"{value('curriculum_tasks')} / ignoring (pool) group_left sum({value('curriculum_tasks')})",
+                f"sum by (pool) ({value('curriculum_tasks')}) / ignoring (pool) group_left "
+                f"sum({value('curriculum_tasks')})",
                 "tasks: {{pool}}",
             ),
         ),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from async_rl.data.chat_format import load_chat_format
 from tests.simulation.test_loop import assert_conserved, make_config, run
 from tests.support.local_cluster import LocalCluster
 
@@ -54,7 +55,6 @@ async def test_each_task_is_trained_once_while_agents_are_killed(
         "run.drain_s=5",
         "rollout.agent_loop=agent_loops.claims:ClaimLoop",
         f"rollout.agent_loop_args.claims={{port: {port}, lease_s: 1.0}}",
-        "rollout.agent_loop_args.parser=hermes",
         "rollout.reward=agent_loops.claims:claimed_reward",
         "rollout.group_size=2",
         "rollout.max_attempts=20",
@@ -63,7 +63,7 @@ async def test_each_task_is_trained_once_while_agents_are_killed(
         "rollout.max_context_tokens=512",
         "trainer.groups_per_batch=2",
     )
-    cluster = LocalCluster(config, step_s=0.02)
+    cluster = LocalCluster(config, step_s=0.02, chat=load_chat_format(config.model.path))
     async with asyncio.TaskGroup() as group:
         killing = group.create_task(kill_at_random(port, random.Random(1), number=3))
         assert_conserved(await run(config, cluster))

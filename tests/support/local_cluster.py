@@ -129,7 +129,10 @@ class LocalCluster:
     other_nodes = staticmethod(tuple)
     open_frame_reader = staticmethod(no_other_nodes)
 
-    def __init__(self, config: Config, step_s: float = 0.0, policy: Any = None) -> None:
+    def __init__(
+        self, config: Config, step_s: float = 0.0, policy: Any = None, chat: ChatFormat | None = None
+    ) -> None:
+        """Start nothing yet; `chat` is that of rollout workers, by default one without a tokenizer."""
         assert isinstance(config.engine, SimulatedEngines)
         facts = load_facts(config.model.path)
         self.engines = [
@@ -142,7 +145,7 @@ class LocalCluster:
         self.models: dict[str, SimulatedModel] = {}
         self.workers = SimulatedWorkers(
             config.run.seed,
-            cast(ChatFormat, SimulatedChat()),
+            chat or cast(ChatFormat, SimulatedChat()),
             cast(list[Engine], self.engines),
             facts,
             delay_s=lambda: 0.001,

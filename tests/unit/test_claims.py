@@ -224,3 +224,19 @@ async def test_a_workers_offer_is_withdrawn_when_its_trajectory_ends():
 def test_arguments_are_checked(arguments: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         ClaimLoop(**arguments)
+
+
+async def test_an_offer_that_did_not_reach_its_agent_is_the_next_ones():
+    board = ClaimBoard(lease_s=10.0)
+    offers = [asyncio.create_task(board.offer(OFFER)) for _ in range(2)]
+    first = await board.claim(1.0)
+    assert first is not None
+    board.take_back(first[0])
+    assert not board.renew(first[0])
+    await asyncio.sleep(11.0)
+    second = await board.claim(1.0)
+    assert second is not None
+    assert second[0] != first[0]
+    assert board.end(second[0], End(reward=1.0))
+    assert await offers[0] == End(reward=1.0)
+    offers[1].cancel()
