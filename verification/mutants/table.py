@@ -566,6 +566,25 @@ def ids_of_answers_are_ignored(original, handler, request):
     return msgspec.structs.replace(request, previous=None, has_references=False)
 
 
+@breaks("async_rl.openai_api.reading:with_instructions", "unit/dialects")
+def instructions_are_left_out(original, instructions, messages):
+    """The policy never reads what a request asks of it."""
+    return list(messages)
+
+
+@breaks("async_rl.openai_api.constraints:_either", "unit/constraints")
+def nothing_precedes_what_is_forced(original, elements):
+    """A grammar forbids thoughts, and a call in place of text."""
+    return elements[0]
+
+
+@breaks("agent_loops.claims:ClaimBoard.renew", "unit/claims")
+def lost_claims_are_renewed(original, board, claim_id):
+    """Two agents work on one task, and each believes that it is its own."""
+    original(board, claim_id)
+    return True
+
+
 @breaks("agent_loops.harness.place:_num_bytes", "unit/harness")
 def workspaces_are_never_full(original, folder):
     """A program may fill the disk."""
