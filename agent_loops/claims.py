@@ -45,7 +45,7 @@ from async_rl.runtime.http_listener import (
 )
 from async_rl.runtime.listeners import ConnectionLimit
 from async_rl.runtime.reward_values import MAX_REWARD
-from async_rl.types import Completion, Task
+from async_rl.types import Completion, StopReason, Task
 
 log = logging.getLogger(__name__)
 
@@ -364,7 +364,7 @@ class ClaimLoop(OpenAIAgentLoop):
             findings.append("other hosts can claim tasks with the run's key, over plain HTTP")
         return [f"agents claim tasks on {self._claims.host}", *findings]
 
-    async def _call(self, task: Task, access: EndpointAccess, session: Session) -> None:
+    async def _call(self, task: Task, access: EndpointAccess, session: Session) -> StopReason | None:
         """Implements `OpenAIAgentLoop._call`: offer the task until an agent has ended its claim."""
         shown = {"id": task.task_id, "messages": task.messages, "metadata": task.metadata}
         data = msgspec.json.decode(msgspec.json.encode(shown, enc_hook=str))
@@ -392,6 +392,7 @@ class ClaimLoop(OpenAIAgentLoop):
             raise AgentLoopError(f"the agent that claimed the task failed: {ended.failure[:500]}")
         if ended.reward is not None:
             session.report(**{**ended.parts, "reward": ended.reward})
+        return None
 
 
 def claimed_reward(task: Task, completion: Completion) -> dict[str, float]:

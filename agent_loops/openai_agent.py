@@ -280,9 +280,10 @@ class OpenAIAgentLoop(AgentLoop):
         async with opened as access:
             program = None if make is None else await make(access)
             handler = access.handler
+            reason: StopReason | None = None
             try:
                 if program is None:
-                    await self._call(task, access, session)
+                    reason = await self._call(task, access, session)
                 elif code := await program.run():
                     is_scored = code > 0 and handler.has_answered and handler.exceeded is None
                     if self._nonzero_exit == "fail" or not is_scored:
@@ -313,19 +314,20 @@ class OpenAIAgentLoop(AgentLoop):
                 if not handler.has_answered:
                     raise exceeded from None
                 return "length" if isinstance(exceeded, PromptTooLong) else "max_turns"
-        return "length" if handler.is_cut else None
+        return "length" if handler.is_cut else reason
 
-    async def _call(self, task: Task, access: EndpointAccess, session: Session) -> None:
-        """Let the agent do the task; a subclass has another kind of agent."""
+    async def _call(self, task: Task, access: EndpointAccess, session: Session) -> StopReason | None:
+        """Let the agent do the task; a subclass has another kind of agent, which may know why it ended."""
         function = self._function
         assert function is not None
         async with aclosing(AgentAPI(access, self._certificate)) as api:
             if inspect.iscoroutinefunction(function):
                 await function(task, api)
-                return
+                return None
             result = await call_in_thread(partial(function, task, api), name=f"agent {self._name}")
             if inspect.isawaitable(result):
                 await result
+        return None
 
 
 def _what_happened(program: AgentProgram | None, access: EndpointAccess) -> str:

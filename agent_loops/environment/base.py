@@ -16,6 +16,7 @@ ADAPTERS: Final = {
     "gymnasium": "agent_loops.environment.gymnasium:GymnasiumEnvironment",
     "harbor": "agent_loops.environment.harbor:HarborEnvironment",
     "openenv": "agent_loops.environment.openenv:OpenEnvEnvironment",
+    "verifiers": "agent_loops.environment.verifiers:VerifiersLoop",
 }
 """The environments that have a short name."""
 

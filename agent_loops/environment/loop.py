@@ -20,6 +20,7 @@ from async_rl.types import Completion, StopReason, Task
 
 CLOSE_S: Final = 20.0
 """How long an environment may release what it holds: less than the 30 s that a cancelled loop has."""
+_MAX_TURNS: Final = 32
 
 
 class EnvironmentLoop(AgentLoop):
@@ -44,7 +45,9 @@ class EnvironmentLoop(AgentLoop):
     descriptors_per_trajectory = 8
     """Of an environment of HTTP or with processes; `async-rl check` adds them up."""
 
-    def __init__(self, environment: str, max_turns: int = 32, stop: Sequence[str] = (), **args: Any) -> None:
+    def __init__(
+        self, environment: str, max_turns: int = _MAX_TURNS, stop: Sequence[str] = (), **args: Any
+    ) -> None:
         if max_turns < 1:
             raise ConfigError(f"rollout.agent_loop_args: max_turns is {max_turns}; expected at least 1")
         if environment not in ADAPTERS and ":" not in environment:
@@ -65,6 +68,12 @@ class EnvironmentLoop(AgentLoop):
             )
         self._driver = made if isinstance(made, AgentLoop) else None
         """The loop of an environment that drives the policy."""
+        self.fixed_port = getattr(self._driver, "fixed_port", 0)
+        if self._driver is not None and (max_turns != _MAX_TURNS or stop):
+            raise ConfigError(
+                f"rollout.agent_loop_args: max_turns and stop do not go with environment {environment!r}, "
+                "which asks for its turns itself; see rollout.max_turns"
+            )
 
     async def __aenter__(self) -> Self:
         """Enter the loop of an environment that drives the policy."""
@@ -78,6 +87,9 @@ class EnvironmentLoop(AgentLoop):
 
     def check(self, chat_template: str) -> list[str]:
         """Return the findings for `async-rl check`."""
+        if self._driver is not None:
+            check = getattr(self._driver, "check", None)
+            return list(check(chat_template)) if check is not None else []
         return [f"environment: {self._name}, at most {self._max_turns} turns"]
 
     async def run(self, task: Task, session: Session) -> StopReason | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import time
@@ -171,3 +172,33 @@ def test_harbor_scores_what_the_policy_left(python: Path, sglang_world: SGLangWo
         assert each["error"] is None
     (listed,) = [each["reward_parts"] for each in found if each["task_id"] == "largest_file"]
     assert (listed["named"], listed["removed"]) == (0.0, 0.0)
+
+
+def test_verifiers_plays_in_a_process_with_its_own_packages(
+    python: Path, sglang_world: SGLangWorld, model: Path, tmp_path: Path
+) -> None:
+    with_verifiers = str(python_with("verifiers"))
+    config, tasks = tmp_path / "config.yaml", tmp_path / "tasks.jsonl"
+    config.write_text(
+        (EXAMPLES / "verifiers.yaml").read_text().replace("/tmp/verifiers/bin/python", with_verifiers)
+    )
+    shutil.copy(EXAMPLES / "numbers_game.py", tmp_path)
+    write = [python, "-m", "agent_loops.environment.verifiers", config, tasks, "--n", "2"]
+    subprocess.run(write, cwd=ROOT, env=environment_of(python, sglang_world), check=True)
+    found = rolled_out(
+        python,
+        sglang_world,
+        config,
+        f"data.path={tasks}",
+        'rollout.agent_loop_args.sampling_args={stop: ["0", "1", "2", "3", "e"]}',
+    )
+    assert {each["task_id"] for each in found} == {"numbers-game-0", "numbers-game-1"}
+    for each in found:
+        assert "I think of a number from 1 to 100." in passages(each, "prompt")[0]
+        answers = passages(each, "user")
+        assert answers
+        assert all(re.search("Write a number|higher|lower|Right", text) for text in answers)
+        assert each["error"] is None
+        assert each["stop_reason"] == "max_turns"
+        assert each["reward_parts"]["num_turns"] == turns_of(each) == len(answers) + 1 == 8
+        assert each["reward"] == each["reward_parts"]["sum_step_rewards"]

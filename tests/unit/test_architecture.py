@@ -56,7 +56,10 @@ ONLY_IN = {
         "async_rl/engines/sglang/memory_gate.py",
         "async_rl/engines/sglang/narrow_launcher.py",
     ),
-    "create_task": ("async_rl/runtime/supervision.py",),
+    "create_task": (
+        "async_rl/runtime/supervision.py",
+        "agent_loops/environment/verifiers_child.py",  # a program of its own, without our packages
+    ),
     "ensure_future": ("async_rl/runtime/supervision.py",),
 }
 

@@ -175,13 +175,20 @@ async def test_it_is_closed_when_the_attempt_is_cancelled() -> None:
 @pytest.mark.parametrize(
     ("environment", "args", "why"),
     [
-        ("chess", {}, "expected one of gymnasium, harbor, openenv, or `module:Class`"),
+        ("chess", {}, "expected one of gymnasium, harbor, openenv, verifiers, or `module:Class`"),
         (f"{HERE}:Countdown", {"start": 0}, "start is too small"),
         (f"{HERE}:Countdown", {"colour": "red"}, "colour"),
         (f"{HERE}:Countdown", {"max_turns": 0}, "max_turns is 0"),
         (f"{HERE}:SimpleNamespace", {}, "expected an Environment or an AgentLoop"),
         ("openenv", {"url": "127.0.0.1:80"}, "expected http://HOST:PORT"),
         ("openenv", {"url": "http://a", "transport": "mail"}, "expected websocket or http"),
+        ("verifiers", {"id": "a", "python": "/no/python"}, "there is no program '/no/python'"),
+        ("verifiers", {"id": "a", "agent": "b:c"}, "agent does not go with an environment"),
+        (
+            "verifiers",
+            {"id": "a", "max_turns": 3},
+            "max_turns and stop do not go with environment",
+        ),
     ],
 )
 def test_a_wrong_argument_is_an_error_of_the_config(environment: str, args: dict[str, Any], why: str) -> None:
@@ -205,6 +212,23 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     monkeypatch.setattr(sys, "meta_path", [Hidden, *sys.meta_path])
     with pytest.raises(EnvironmentNotReady, match=f"pip install '{package}"):
         EnvironmentLoop(environment, **args)
+
+
+@pytest.mark.real_time
+async def test_an_interpreter_without_verifiers_is_named_with_the_command_that_installs_it(
+    tmp_path: Path,
+) -> None:
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without installed packages
+    bare.chmod(0o755)
+    with pytest.raises(EnvironmentNotReady, match=f"{bare} does not have: run `pip install 'verifiers>"):
+        async with EnvironmentLoop("verifiers", id="a", python=str(bare)):
+            pass
+
+
+async def test_a_task_that_is_none_of_verifiers_is_refused_with_the_command_that_writes_them() -> None:
+    with pytest.raises(AgentLoopError, match=r"python -m agent_loops\.environment\.verifiers CONFIG FILE"):
+        await EnvironmentLoop("verifiers", id="a").run(make_task(), ScriptedSession())
 
 
 def test_a_reward_that_no_loop_has_reported_is_an_error() -> None:

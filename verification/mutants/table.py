@@ -25,6 +25,7 @@ MUTANTS: Final[dict[str, Mutant]] = {}
 WITHOUT: Final = {
     "tests/integration/test_trainer_ranks.py": "ranks are processes of their own",
     "tests/unit/test_killed_sandbox_owners.py": "the owner is a process of its own",
+    "tests/integration/test_verifiers.py": "the environment is a process of its own",
     "tests/settings/test_settings.py": "it tries each setting itself",
     "tests/integration/test_chaos.py": "Ray's processes are not those of the test",
     "tests/unit/test_monitoring.py": "rules are data, no functions",
