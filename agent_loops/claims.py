@@ -208,7 +208,7 @@ class ClaimServer:
         app.router.add_post("/v1/offers", self._post_offer)
         async with AsyncExitStack() as server:
             try:
-                port = await server.enter_async_context(
+                served = await server.enter_async_context(
                     serve_http(app, host, port, self._limit, handler_cancellation=True)
                 )
             except OSError as error:
@@ -217,7 +217,7 @@ class ClaimServer:
                     "rollout.agent_loop_args.claims to a free port, or to 0 for any"
                 ) from error
             named = reachable_address() if host in ("0.0.0.0", "::") else host
-            yield f"http://{f'[{named}]' if ':' in named else named}:{port}"
+            yield f"http://{f'[{named}]' if ':' in named else named}:{served.port}"
 
     @web.middleware
     async def _with_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -157,6 +157,9 @@ class OpenAIAgentLoop(AgentLoop):
     _needs_agent: ClassVar[bool] = True
     """Whether `agent` or `command` is expected; a subclass has another kind of agent."""
 
+    _runs_here = True
+    """Whether the command is a program of this host."""
+
     descriptors_per_trajectory = 7
     """Both ends of two connections, or one and a program's pipes; `async-rl check` adds them up."""
 
@@ -178,7 +181,7 @@ class OpenAIAgentLoop(AgentLoop):
             raise ConfigError(
                 f"rollout.agent_loop_args: command is {command!r}; expected a list, the program first"
             )
-        if command is not None and shutil.which(command[0]) is None:
+        if command is not None and self._runs_here and shutil.which(command[0]) is None:
             raise ConfigError(f"rollout.agent_loop_args: command: there is no program {command[0]!r}")
         self._function: AgentFunction | None = None
         if agent is not None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, Final, Literal, Self
 
 import msgspec
@@ -14,8 +15,10 @@ from agent_loops.agent_program import AgentProgram, ChildProcess, Start, endpoin
 from agent_loops.harness.forking import ForkServer
 from agent_loops.harness.place import Collected, Place, Source, local_place
 from agent_loops.harness.presets import filled, parse_program
+from agent_loops.harness.sandbox_place import MAX_OUTPUT_BYTES, sandbox_place
 from agent_loops.harness.scoring import Scorer
 from agent_loops.openai_agent import OpenAIAgentLoop
+from agent_loops.sandboxes import Sandboxes
 from async_rl.errors import AgentLoopError, ConfigError
 from async_rl.openai_api.endpoint import EndpointAccess
 from async_rl.rollout.session.api import Session
@@ -50,6 +53,9 @@ class HarnessLoop(OpenAIAgentLoop):
         workspace: What the workspace is copied from: a folder, a tar archive or a git bundle. A task's
             metadata may name one of these below it as `workspace`. Without it the workspace is empty.
         setup: A command that prepares the workspace before the program; if it fails, so does the attempt.
+        sandbox: Where all of an attempt runs instead of a folder of this host: the arguments of
+            `agent_loops.sandboxes.Sandboxes`, with a backend that runs agents, and `image_field`, the field
+            of a task's metadata that names its image.
         score: How the workspace is scored: the fields of `scoring.ScoreSettings`, or `module:function`.
         timeout_s: The program is ended after this time, and what it has left is scored.
         setup_timeout_s: The longest time of the setup.
@@ -71,6 +77,7 @@ class HarnessLoop(OpenAIAgentLoop):
         program: str | Mapping[str, Any],
         workspace: str | None = None,
         setup: Sequence[str] = (),
+        sandbox: Mapping[str, Any] | None = None,
         score: str | Mapping[str, Any] | None = None,
         timeout_s: float = 1800.0,
         setup_timeout_s: float = 300.0,
@@ -91,17 +98,47 @@ class HarnessLoop(OpenAIAgentLoop):
             self._bounds = msgspec.convert(bounds, _Bounds)
         except msgspec.ValidationError as error:
             raise ConfigError(f"rollout.agent_loop_args: {error}") from error
+        self._sandboxes: Sandboxes | None = None
+        if sandbox is not None:
+            self._sandboxes = self._make_sandboxes(**sandbox)
+            self._runs_here = False
         super().__init__(command=settings.whole_command, nonzero_exit=nonzero_exit, **serving)
         self._source = Source(workspace)
         self._scorer = None if score is None else Scorer(score)
         self._server = ForkServer(settings) if settings.imports else None
 
+    def _make_sandboxes(
+        self, backend: str | Mapping[str, Any] = "containers", image_field: str = "", **options: Any
+    ) -> Sandboxes:
+        try:
+            sandboxes = Sandboxes(backend, max_output_bytes=MAX_OUTPUT_BYTES, **options)
+        except TypeError as error:
+            raise ConfigError(f"rollout.agent_loop_args: sandbox: {error}") from error
+        if not sandboxes.runs_agents:
+            raise ConfigError(
+                f"rollout.agent_loop_args: sandbox: backend is {backend!r}, which runs single commands; "
+                "expected containers, or your own `AgentBackend`"
+            )
+        if self._program.imports:
+            raise ConfigError(
+                "rollout.agent_loop_args: program: imports and sandbox exclude each other: programs are "
+                "forked from processes of this host"
+            )
+        needed_s = self._bounds.setup_timeout_s + self._bounds.timeout_s
+        if sandboxes.ttl_s <= needed_s:
+            raise ConfigError(
+                f"rollout.agent_loop_args: sandbox: ttl_s is {sandboxes.ttl_s:g}; expected more than "
+                f"{needed_s:g}, the sum of setup_timeout_s and timeout_s"
+            )
+        self._image_field = image_field
+        return sandboxes
+
     async def __aenter__(self) -> Self:
-        """Serve, and start the process from which programs are forked."""
+        """Serve, and start the sandboxes, or the process from which programs are forked."""
         await super().__aenter__()
-        if self._server is not None:
+        if (runs_programs := self._server or self._sandboxes) is not None:
             try:
-                await self._serving.enter_async_context(self._server)
+                await self._serving.enter_async_context(runs_programs)
             except BaseException:
                 await self._serving.aclose()
                 raise
@@ -110,23 +147,21 @@ class HarnessLoop(OpenAIAgentLoop):
     def check(self, chat_template: str) -> list[str]:
         """Return the findings for `async-rl check`."""
         findings = super().check(chat_template)
-        findings.append("programs run as this user, in folders that are no wall: docs/security.md")
+        if self._sandboxes is None:
+            findings.append("programs run as this user, in folders that are no wall: docs/security.md")
         return findings
 
     async def run(self, task: Task, session: Session) -> StopReason | None:
         """Implements `AgentLoop.run`."""
         bounds = self._bounds
-        place_of_task = local_place(
-            self._source.of(task),
-            max_bytes=bounds.max_workspace_mb << 20,
-            inherit=self._program.inherit,
-        )
-        async with place_of_task as place:
+        async with self._open_place(task, session) as place:
             await self._set_up(task, place)
             made: list[AgentProgram] = []
             begin_s = time.monotonic()
 
             async def make(access: EndpointAccess) -> AgentProgram:
+                if place.root_url is not None:
+                    access = msgspec.structs.replace(access, root_url=place.root_url)
                 made.append(await self._make_program(task, place, access))
                 return made[0]
 
@@ -149,6 +184,28 @@ class HarnessLoop(OpenAIAgentLoop):
             if session.num_turns:
                 session.annotate(harness=_fitted(notes, _MAX_NOTES_BYTES))
             return reason
+
+    @asynccontextmanager
+    async def _open_place(self, task: Task, session: Session) -> AsyncIterator[Place]:
+        source, inherit = self._source.of(task), self._program.inherit
+        max_bytes = self._bounds.max_workspace_mb << 20
+        if self._sandboxes is None:
+            async with local_place(source, max_bytes=max_bytes, inherit=inherit) as local:
+                yield local
+            return
+        image = str(task.metadata.get(self._image_field, "")) if self._image_field else ""
+        async with (
+            self._sandboxes.open(session, image=image) as box,
+            sandbox_place(
+                box,
+                source,
+                self.endpoint,
+                max_bytes=max_bytes,
+                limit_s=self._sandboxes.ttl_s,
+                inherit=inherit,
+            ) as place,
+        ):
+            yield place
 
     async def _set_up(self, task: Task, place: Place) -> None:
         if command := self._bounds.setup:

@@ -1,4 +1,4 @@
-"""Where a program runs: today a folder of this host, which is removed after the attempt.
+"""Where a program runs: by default a folder of this host, which is removed after the attempt.
 
 ```
  /tmp/async-rl-harness-XXXX/ ── workspace   a fresh copy of the source; the program starts here
@@ -8,6 +8,7 @@
 ```
 
 A folder is no wall: the program has the rights of this user. docs/security.md says what that means.
+`sandbox_place` has a place in a sandbox.
 """
 
 from __future__ import annotations
@@ -63,15 +64,15 @@ class Collected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Place(Protocol):
-    """A workspace and what can be done in it: a folder here, or one in a container or elsewhere.
-
-    A place of another kind has this interface. Its endpoint must be reachable from there
-    (`agent_loop_args.host`, `public_host`).
-    """
+    """A workspace and what can be done in it: a folder here, or one in a sandbox."""
 
     workspace: str
     """The folder in which programs start, as they see it."""
     home: str
+    local_workspace: Path
+    """A folder of this host with its files, as they were when the place was made, or last collected."""
+    root_url: str | None
+    """The address of the endpoint as programs there see it; None is that of this host."""
 
     def agent_program(
         self,
@@ -158,25 +159,19 @@ class LocalPlace:
 
     def __init__(self, root: Path, source: Path | None, max_bytes: int, inherit: Sequence[str]) -> None:
         """Describe a folder that `local_place` has filled."""
-        self._root = root
+        self.root = root
         self._source = source
         self._max_bytes = max_bytes
         self._inherit = (*_INHERITED, *inherit)
         self._num_folders = 0
         self.workspace, self.home = str(root / "workspace"), str(root / "home")
-        self._before = _signatures(root / "workspace")
+        self.local_workspace = root / "workspace"
+        self.root_url: str | None = None
+        self._before = _signatures(self.local_workspace)
 
     def _environment(self, given: Mapping[str, str], home: str) -> dict[str, str]:
         kept = {name: os.environ[name] for name in self._inherit if name in os.environ}
-        folders = {"CONFIG": ".config", "CACHE": ".cache", "DATA": ".local/share", "STATE": ".local/state"}
-        return {
-            "PATH": os.defpath,
-            **kept,
-            "HOME": home,
-            **{f"XDG_{name}_HOME": f"{home}/{path}" for name, path in folders.items()},
-            "TMPDIR": str(self._root / "tmp"),
-            **given,
-        }
+        return {"PATH": os.defpath, **kept, **folder_variables(home, f"{self.root}/tmp"), **given}
 
     def agent_program(
         self,
@@ -222,7 +217,7 @@ class LocalPlace:
     async def make_folder(self, name: str) -> str:
         """Implements `Place.make_folder`."""
         self._num_folders += 1
-        folder = self._root / f"{name}-{self._num_folders}"
+        folder = self.root / f"{name}-{self._num_folders}"
         folder.mkdir()
         return str(folder)
 
@@ -236,7 +231,7 @@ class LocalPlace:
 
     async def is_full(self) -> bool:
         """Implements `Place.is_full`."""
-        return await asyncio.to_thread(_num_bytes, self._root) > self._max_bytes
+        return await asyncio.to_thread(_num_bytes, self.root) > self._max_bytes
 
     def _collect(self, patterns: Sequence[str]) -> Collected:
         workspace = Path(self.workspace)
@@ -284,6 +279,13 @@ class _LocalAgent(AgentProgram):
         while not await self._place.is_full():
             await sleep_idle(_MEASURED_S)
         self.end("size")
+
+
+def folder_variables(home: str, tmp: str) -> dict[str, str]:
+    """Return the variables that keep what a program writes for itself in folders of its attempt."""
+    folders = {"CONFIG": ".config", "CACHE": ".cache", "DATA": ".local/share", "STATE": ".local/state"}
+    xdg = {f"XDG_{name}_HOME": f"{home}/{path}" for name, path in folders.items()}
+    return {"HOME": home, **xdg, "TMPDIR": tmp}
 
 
 @asynccontextmanager

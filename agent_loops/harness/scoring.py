@@ -115,7 +115,7 @@ class Scorer:
     async def _parts_of_function(
         self, function: Callable[..., Any], task: Task, place: Place
     ) -> dict[str, float]:
-        call = partial(function, task, Path(place.workspace), **self._settings.args)
+        call = partial(function, task, place.local_workspace, **self._settings.args)
         try:
             async with serving_timeout(self._settings.timeout_s):
                 if inspect.iscoroutinefunction(function):

@@ -1,6 +1,6 @@
 """Sandboxes in containers, by the Docker Engine API on a Unix socket; Podman serves the same API.
 
-A container runs `sleep` for its time to live and is removed when that ends, so it does not outlive it even if
+A container waits for the end of its time to live and is removed then, so it does not outlive it even if
 nobody ends it. It has no network, no capabilities, and limits of memory, processor and processes.
 
 **Source**: https://docs.docker.com/reference/api/engine/ (create, start, exec, archive, commit, remove).
@@ -13,6 +13,7 @@ import io
 import math
 import os
 import secrets
+import socket
 import tarfile
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +25,7 @@ import msgspec
 from msgspec import Meta
 
 from agent_loops.sandboxes.http_calls import HttpCalls
+from agent_loops.sandboxes.listening import listening_inside
 from agent_loops.sandboxes.protocol import (
     GRACE_S,
     MAX_FILE_BYTES,
@@ -38,6 +40,17 @@ from async_rl.errors import EnvironmentNotReady, SandboxLost
 _SNAPSHOTS: Final = "async-rl-snapshot"
 """The repository of the images that are snapshots."""
 _PULL_S: Final = 900.0
+_END_S: Final = 20.0
+"""How long the processes of a container may take to end."""
+_FIRST_PROCESS: Final = (
+    "read now rest </proc/uptime; end=$((${now%.*} + $1)); "
+    "while read now rest </proc/uptime; [ $((left = end - ${now%.*})) -gt 0 ]; do sleep $left & wait $!; done"
+)
+"""Waits for the end of the time to live, also if its `sleep` is killed. A shell that waits reaps the orphans
+of commands, whose parent it becomes."""
+_END_PROCESSES: Final = 'case "$(cat /proc/1/cmdline 2>/dev/null)" in *%s*) echo ended; kill -9 -1;; esac'
+"""Kills all but the first process and this shell, at once. In a container that shares the processes of its
+host, the first one is another, and nothing is killed."""
 _MAX_FRAME_BYTES: Final = 1 << 20
 
 
@@ -53,8 +66,8 @@ class ContainerSettings(
     memory_mb: Annotated[int, Meta(ge=16)] = 1024
     cpus: Annotated[float, Meta(gt=0)] = 1.0
     max_processes: Annotated[int, Meta(ge=4)] = 256
-    network: bool = False
-    """Whether programs may reach other machines, and this one."""
+    network: bool | str = False
+    """Whether programs may reach other machines, and this one; or the name of a network of the engine."""
     user: str = ""
     """`user` or `uid:gid`; empty takes the image's."""
     runtime: str = ""
@@ -111,14 +124,13 @@ class ContainerBackend:
         seconds = math.ceil(ttl_s)
         body = {
             "Image": image,
-            # A shell that waits also reaps the orphans of commands, whose parent it becomes.
-            "Entrypoint": ["sh", "-c", f"sleep {seconds} & wait $!"],
+            "Entrypoint": ["sh", "-c", _FIRST_PROCESS, name, str(seconds)],
             "Cmd": [],
             "User": settings.user,
             "Labels": {"async-rl.run": self._run, "async-rl.expires": str(round(time.time() + ttl_s))},
             "HostConfig": {
                 "AutoRemove": True,
-                "NetworkMode": "bridge" if settings.network else "none",
+                "NetworkMode": settings.network or "none" if settings.network is not True else "bridge",
                 "CapDrop": ["ALL"],
                 "SecurityOpt": ["no-new-privileges"],
                 "Memory": settings.memory_mb << 20,
@@ -169,6 +181,27 @@ class ContainerBackend:
         if (exit_code := await self._exit_code(path)) is None:
             raise SandboxLost(f"the container {name} does not end a command")
         return output.result(exit_code, timed_out=ran_too_long(exit_code, clock() - begin, timeout_s))
+
+    async def end_processes(self, name: str) -> None:
+        """Implements `AgentBackend.end_processes`."""
+        ended = await self.exec(
+            name, _END_PROCESSES % name, timeout_s=_END_S, stdin=b"", max_output_bytes=_MAX_FRAME_BYTES
+        )
+        if ended.stdout != "ended\n":
+            raise SandboxLost(f"the processes of the container {name} do not end: {ended.stderr[-500:]}")
+
+    async def listen(self, name: str) -> socket.socket | None:
+        """Implements `AgentBackend.listen`."""
+        if self._settings.network:
+            return None
+        state = await self._calls.request_json("GET", _url(f"/containers/{name}/json"))
+        try:
+            return await asyncio.to_thread(listening_inside, int(state["State"]["Pid"]), name)
+        except OSError as error:
+            raise SandboxRefused(
+                f"nothing can listen inside the container {name}: {error}. It takes root's rights, or "
+                "a rootless engine of this user; else name a network: docs/guide/harness.md, 'In containers'"
+            ) from error
 
     async def read_file(self, name: str, path: str) -> bytes:
         """Implements `SandboxBackend.read_file`."""

@@ -26,7 +26,7 @@ from typing import Any, Final, Self
 
 from agent_loops.sandboxes.leftovers import end_leftovers, release_command
 from agent_loops.sandboxes.log import Record, SandboxLog
-from agent_loops.sandboxes.protocol import SandboxRefused, ShellSandbox
+from agent_loops.sandboxes.protocol import AgentBackend, SandboxRefused, ShellSandbox
 from agent_loops.sandboxes.settings import parse_backend
 from async_rl.errors import ConfigError, SandboxLost
 from async_rl.rollout.session.api import Session
@@ -119,12 +119,16 @@ class Sandboxes:
                 "more, because others start beside the pools"
             )
         self._sizes = {image: size for image, size in sizes.items() if size}
-        self._max_open, self._ttl_s, self._start_s = max_open, ttl_s, start_s
+        self._max_open, self._start_s = max_open, start_s
         self._max_output_bytes = max_output_bytes
         self._folder = folder
         run = run_folder()
         self._backend: Any = settings.open_backend("" if run is None else run.name)
         self._nursery: Nursery | None = None
+        self.ttl_s = ttl_s
+        """The time to live of a sandbox."""
+        self.runs_agents = isinstance(self._backend, AgentBackend)
+        """Whether its sandboxes may run whole agents."""
 
     async def __aenter__(self) -> Self:
         """Reach the backend, begin to fill the pools, and end what earlier processes of the run have left.
@@ -300,7 +304,7 @@ class Sandboxes:
         self._live[name] = None
         try:
             await asyncio.to_thread(self._log.begin, self._record(name))
-            await self._backend.start(name, image, self._ttl_s)
+            await self._backend.start(name, image, self.ttl_s)
         except asyncio.CancelledError:
             raise  # the run's end has taken too long: it stays in the log
         except SandboxLost:
@@ -310,13 +314,13 @@ class Sandboxes:
             self.end_sandbox(name)
             raise SandboxLost(f"a sandbox did not start: {type(error).__name__}: {error}") from error
         loop = asyncio.get_running_loop()
-        self._live[name] = loop.call_later(self._ttl_s, self._end_expired, name)
+        self._live[name] = loop.call_later(self.ttl_s, self._end_expired, name)
         return ShellSandbox(
             self._backend, name, max_output_bytes=self._max_output_bytes, take_snapshot=self._take_snapshot
         )
 
     def _end_expired(self, name: str) -> None:
-        log.warning("sandbox %s has lived for %g s (ttl_s) and is ended", name, self._ttl_s)
+        log.warning("sandbox %s has lived for %g s (ttl_s) and is ended", name, self.ttl_s)
         self.end_sandbox(name)
 
     async def _end(self, name: str) -> None:
@@ -353,7 +357,7 @@ class Sandboxes:
             log.warning("the snapshot %s cannot be removed: %s", snapshot, error)
 
     def _record(self, name: str, *, is_snapshot: bool = False) -> Record:
-        return Record(begin=name, expires_s=time.time() + self._ttl_s, is_snapshot=is_snapshot)
+        return Record(begin=name, expires_s=time.time() + self.ttl_s, is_snapshot=is_snapshot)
 
     async def _fill_pool(self, image: str, pool: _Pool) -> None:
         """Start a sandbox whenever the pool has too few, one after the other; after a failure wait longer."""
@@ -373,7 +377,7 @@ class Sandboxes:
                     raise
                 delay_s = _FIRST_DELAY_S
                 loop = asyncio.get_running_loop()
-                lease.retire = loop.call_later(self._ttl_s / 2, self._retire, pool, lease)
+                lease.retire = loop.call_later(self.ttl_s / 2, self._retire, pool, lease)
                 pool.leases.append(lease)
             pool.changed.clear()
             with waiting("idle"):

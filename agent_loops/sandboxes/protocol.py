@@ -11,9 +11,10 @@ has created for a caller that never learnt of it.
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, runtime_checkable
 
 import msgspec
 
@@ -108,6 +109,25 @@ class SandboxBackend(AbstractAsyncContextManager[Any, None], Protocol):
         ...
 
 
+@runtime_checkable
+class AgentBackend(SandboxBackend, Protocol):
+    """A backend whose sandboxes run whole agents, several commands at a time."""
+
+    async def end_processes(self, name: str) -> None:
+        """End all processes that commands have started, however they hide."""
+        ...
+
+    async def listen(self, name: str) -> socket.socket | None:
+        """Return a socket of this process that listens inside the sandbox, where nothing else is reachable.
+
+        None says that programs have a network, and reach what this host serves by its address.
+
+        Raises:
+            SandboxRefused: This process cannot open one there.
+        """
+        ...
+
+
 class ShellSandbox:
     """One sandbox of an agent loop, inside the block of `Sandboxes.open`."""
 
@@ -177,6 +197,22 @@ class ShellSandbox:
             raise OSError(f"{path} has {len(data)} bytes; at most {MAX_FILE_BYTES} can be written at once")
         with _understood():
             await self._backend.write_file(self.name, path, data)
+
+    async def end_processes(self) -> None:
+        """End all that commands have started; for backends that are an `AgentBackend`.
+
+        Raises:
+            SandboxLost: The sandbox is gone, or its processes do not end.
+        """
+        assert isinstance(self._backend, AgentBackend)
+        with _understood():
+            await self._backend.end_processes(self.name)
+
+    async def listen(self) -> socket.socket | None:
+        """Return a socket that listens inside of it, as `AgentBackend.listen` does."""
+        assert isinstance(self._backend, AgentBackend)
+        with _understood():
+            return await self._backend.listen(self.name)
 
     async def snapshot(self) -> str:
         """Keep its files until the run ends; return the image with which `Sandboxes.open` starts others.

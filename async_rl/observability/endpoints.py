@@ -88,7 +88,7 @@ async def serve(
             bound = await serving.enter_async_context(serve_http(app, host, port, limit))
         except OSError as error:
             raise _not_bound(host, port, error) from error
-        yield f"http://{f'[{host}]' if ':' in host else host}:{bound}"
+        yield f"http://{f'[{host}]' if ':' in host else host}:{bound.port}"
 
 
 def _check_host(host: str) -> Middleware:

@@ -16,6 +16,7 @@ import logging
 import re
 import reprlib
 import secrets
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -41,6 +42,7 @@ from async_rl.runtime.addresses import reachable_address
 from async_rl.runtime.http_listener import (
     TRANSFER_S,
     Handler,
+    ServedApplication,
     in_time,
     json_response,
     send_response,
@@ -159,6 +161,7 @@ class Endpoint:
         self._lock = asyncio.Lock()
         self._num_users = 0
         self._server: AsyncExitStack | None = None
+        self._served: ServedApplication | None = None
         self._url = ""
         self._limit = ConnectionLimit("the OpenAI endpoint")
         self._bodies = ByteBudget(_BODIES * max_body_bytes, _BODIES_PER_KEY * max_body_bytes)
@@ -244,6 +247,21 @@ class Endpoint:
                     server, self._server = self._server, None
                     await server.aclose()
 
+    @asynccontextmanager
+    async def serving_at(self, listener: socket.socket) -> AsyncIterator[str]:
+        """Serve also at a socket of another network namespace, without TLS, while the server runs.
+
+        Args:
+            listener: Listens there. It is closed after the block.
+
+        Yields:
+            The URL in that namespace.
+        """
+        assert self._served is not None
+        host, port = listener.getsockname()
+        async with self._served.served_at(listener):
+            yield f"http://{host}:{port}"
+
     async def _start_server(self) -> tuple[AsyncExitStack, str]:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors_as_json])
         for prefix in ("", "/s/{key}"):
@@ -260,7 +278,7 @@ class Endpoint:
             handshakes = await server.enter_async_context(Handshakes(self._tls))
             server.callback(handshakes.cancel_tasks)
         try:
-            port = await server.enter_async_context(
+            self._served = await server.enter_async_context(
                 serve_http(
                     app,
                     self._host,
@@ -281,7 +299,7 @@ class Endpoint:
         if host is None:
             host = reachable_address() if self._host in ("0.0.0.0", "::") else self._host
         scheme = "http" if self._tls is None else "https"
-        return server, f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return server, f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._served.port}"
 
     # -- keys ------------------------------------------------------------------------------------------
 

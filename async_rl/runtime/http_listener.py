@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Final
@@ -29,6 +30,29 @@ _SHUTDOWN_S: Final = 1.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class ServedApplication:
+    """An application inside the block of `serve_http`."""
+
+    def __init__(self, port: int, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Describe it.
+
+        Args:
+            port: The port that was bound.
+            make_protocol: Makes the protocol of a connection without TLS.
+        """
+        self.port = port
+        self._make_protocol = make_protocol
+
+    @asynccontextmanager
+    async def served_at(self, listener: socket.socket) -> AsyncIterator[None]:
+        """Serve also at a socket that listens, without TLS, and close it after the block."""
+        server = await asyncio.get_running_loop().create_server(self._make_protocol, sock=listener)
+        try:
+            yield
+        finally:
+            server.close()
+
+
 @asynccontextmanager
 async def serve_http(
     app: web.Application,
@@ -38,7 +62,7 @@ async def serve_http(
     *,
     handshakes: Handshakes | None = None,
     handler_cancellation: bool = False,
-) -> AsyncIterator[int]:
+) -> AsyncIterator[ServedApplication]:
     """Serve an application inside the block.
 
     Args:
@@ -50,7 +74,7 @@ async def serve_http(
         handler_cancellation: Whether a handler is cancelled when its connection is lost.
 
     Yields:
-        The port that was bound.
+        What is served, with the port that was bound.
 
     Raises:
         OSError: The address cannot be bound.
@@ -73,7 +97,8 @@ async def serve_http(
         make_protocol = limit.limited(runner.server, secure)
         server = await asyncio.get_running_loop().create_server(make_protocol, host, port)
         try:
-            yield server.sockets[0].getsockname()[1]
+            plain = limit.limited(runner.server)
+            yield ServedApplication(server.sockets[0].getsockname()[1], plain)
         finally:
             server.close()
     finally:

@@ -6,7 +6,10 @@ Absolute paths below `/tmp` are those of the folder; nothing else of a sandbox i
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ class FakeMachines:
         self.faults: list[tuple[str, int]] = []
         """Parts of paths, and with which status the next request for each is answered; 0 drops it."""
         self.num_made = 0
+        self._processes: dict[str, set[int]] = {}
+        """The sessions of programs that run, by sandbox."""
         self.changed = asyncio.Event()
 
     def fault_of(self, path: str) -> int | None:
@@ -77,10 +82,22 @@ class FakeMachines:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
         )
-        out, err = await process.communicate()
+        running = self._processes.setdefault(key, set())
+        running.add(process.pid)
+        try:
+            out, err = await process.communicate()
+        finally:
+            running.discard(process.pid)
         assert process.returncode is not None
         return process.returncode, out, err
+
+    def end_processes(self, key: str) -> None:
+        """Kill the programs of a sandbox that run, with the sessions that they lead."""
+        for pid in self._processes.get(key, ()):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
     def _notify(self) -> None:
         self.changed.set()
