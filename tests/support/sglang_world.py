@@ -106,6 +106,12 @@ class SGLangWorld:
             **{**keys, "state": self.server.state, **options},
         )
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        from transformers import AutoTokenizer
+
+        return str(AutoTokenizer.from_pretrained(self.weights[0]).decode(token_ids))
+
     async def load(self, engine: Engine, version: int, *, flush: bool = True) -> None:
         """Load a version into the server."""
         update = DiskUpdate(weight_version=version, path=str(self.weights[version % 2]))
