@@ -23,7 +23,7 @@ quickstart: setup  ## Set up and train a tiny MoE with a calculator tool, on thi
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test: setup tools  ## Set up and run the tests (6 minutes on 2 cores after set-up).
+test: setup tools  ## Set up and run the tests (8 minutes on 2 cores after set-up).
 	@$(PYTEST) -m "not real and not long" $(TESTS)
 
 test-real: setup tools  ## Test SGLang, Megatron, Ray and processes at depth (11 minutes on 2 cores).

@@ -37,6 +37,7 @@ from async_rl.openai_api.endpoint import EndpointAccess
 from async_rl.rollout.session.api import Session
 from async_rl.runtime import yaml12
 from async_rl.runtime.loading import IMPORT_FOLDERS, add_import_folder
+from async_rl.runtime.printable import print_text
 from async_rl.runtime.supervision import finished
 from async_rl.runtime.threads import start_in_thread
 from async_rl.runtime.user_processes import marked
@@ -352,7 +353,7 @@ def main() -> None:
         parser.exit(2, f"{error}\n")
     given.tasks.parent.mkdir(parents=True, exist_ok=True)
     given.tasks.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
-    print(f"{given.tasks}: {len(tasks)} tasks")
+    print_text(f"{given.tasks}: {len(tasks)} tasks")
 
 
 if __name__ == "__main__":

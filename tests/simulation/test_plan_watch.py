@@ -93,11 +93,13 @@ def test_the_window_is_kept_when_it_was_taken_once(folder: Path) -> None:
     assert (folder / RECORD).read_bytes() == before
 
 
+@pytest.mark.real
 def test_the_expected_rate_is_lower_when_fewer_engines_serve(folder: Path) -> None:
     both, one = (answer("rate", folder, 0, engines)["tokens_per_s"] for engines in (2, 1))
     assert 0.4 * both < one < 0.8 * both
 
 
+@pytest.mark.real
 def test_the_window_has_the_engines_that_served_when_one_was_missing(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("plan"))
     rate = answer("rate", tmp_path / "run", 6, 1)["tokens_per_s"]
@@ -107,6 +109,7 @@ def test_the_window_has_the_engines_that_served_when_one_was_missing(folder: Pat
     assert recorded < rate < 1.3 * recorded, "as without the slow engine, and not as with half the engines"
 
 
+@pytest.mark.real
 def test_the_expected_rate_is_that_of_healthy_engines_when_one_was_slow_in_the_window(folder: Path) -> None:
     past = read_past_run(folder, first_step=36)
     healthy = asked[1].number
