@@ -52,6 +52,10 @@ _MAX_COLLECTED_BYTES: Final = 1 << 16
 _MAX_NAMES: Final = 1000
 
 
+UNPACKED: Final[dict[str, Any]] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+"""Keeps an archive inside its folder; Python before 3.11.4 has no filters."""
+
+
 class Collected(msgspec.Struct, frozen=True, kw_only=True):
     """What a program has left."""
 
@@ -325,7 +329,7 @@ def _fill(root: Path, source: Path | None, max_bytes: int) -> None:
             )
         else:
             with tarfile.open(source) as archive:
-                archive.extractall(workspace, filter="data")
+                archive.extractall(workspace, **UNPACKED)
     except (OSError, tarfile.TarError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", None) or str(error).encode()
         raise AgentLoopError(

@@ -20,7 +20,7 @@ from tests.support.fake_machines import FakeMachines
 from tests.support.harness import attempt, program, source_of
 from tests.support.podman import IMAGE, podman_service
 
-pytestmark = [pytest.mark.real_time, pytest.mark.needs("namespaces")]
+pytestmark = pytest.mark.real_time
 
 ASKS = """
 ask() { wget -q -O - --header "Authorization: Bearer $OPENAI_API_KEY" \

@@ -12,6 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
+from agent_loops.harness.place import UNPACKED
 from tests.support.fake_machines import FakeMachines
 
 
@@ -115,7 +116,7 @@ def _application(machines: FakeMachines) -> web.Application:
         folder = machines.path(name_of(request), request.query["path"])
         with tarfile.open(fileobj=io.BytesIO(await request.read())) as archive:
             try:
-                archive.extractall(folder, filter="data")
+                archive.extractall(folder, **UNPACKED)
             except OSError as error:
                 return web.json_response({"message": str(error)}, status=500)
         return web.Response()
