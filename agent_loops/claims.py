@@ -313,10 +313,10 @@ class ClaimLoop(OpenAIAgentLoop):
         except msgspec.ValidationError as error:
             raise ConfigError(f"rollout.agent_loop_args.claims: {error}") from error
         key = os.environ.get(settings.key_env, "")
-        if len(key) < 16:
+        if len(key) < 16 or not key.isascii():
             raise ConfigError(
                 f"rollout.agent_loop_args.claims: the environment variable {settings.key_env} has no key of "
-                "at least 16 characters: set it for the run and for the agents, for example by "
+                "at least 16 ASCII characters: set it for the run and for the agents, for example by "
                 f"`export {settings.key_env}=$(openssl rand -hex 24)`"
             )
         self._key = key

@@ -334,6 +334,7 @@ class Endpoint:
             raise
         head = ReplyHead(id=exchange.id, created=int(time.time()), model=chat.model)
         exchange.listeners += 1
+        agent = handler.agent_number
         try:
             if chat.stream:
                 response = await _stream_answer(request, handler, exchange, dialect.stream(head, chat))
@@ -347,8 +348,10 @@ class Endpoint:
                 response = json_response(msgspec.json.encode(dialect.answer(exchange.answer, head, chat)))
                 await send_response(request, response)
         finally:
-            exchange.listeners -= 1
-        exchange.delivered = True
+            if agent == handler.agent_number:
+                exchange.listeners -= 1
+        if agent == handler.agent_number:
+            exchange.delivered = True
         return response
 
     async def _count_tokens(self, request: web.Request) -> web.StreamResponse:

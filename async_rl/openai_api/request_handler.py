@@ -82,6 +82,8 @@ class RequestHandler:
         """The error of the budget for which a request was refused, if no later one has been answered."""
         self._exceeded_number = 0
         self._unread: PromptTooLong | None = None
+        self.agent_number = 1
+        """Counts the agents that have had the trajectory: connections of former ones do not matter."""
         self.last_error: ApiError | None = None
         """The last error that was sent to the agent."""
 
@@ -238,10 +240,11 @@ class RequestHandler:
         return ApiError(400, text, param="messages", code="context_length_exceeded")
 
     def forget_deliveries(self) -> None:
-        """Treat all answers as undelivered, so that an agent that begins anew receives them."""
+        """Treat all answers as undelivered and unawaited, so that an agent that begins anew receives them."""
+        self.agent_number += 1
         for conversation in self._conversations:
             for exchange in conversation.exchanges:
-                exchange.delivered = False
+                exchange.delivered, exchange.listeners = False, 0
 
     def count_refused(self) -> None:
         """Count a request that was refused."""

@@ -39,7 +39,11 @@ class Agent:
     async def ask(self, *messages: str) -> tuple[int, str]:
         roles = ("user", "assistant")
         said = [{"role": roles[i % 2], "content": text} for i, text in enumerate(messages)]
-        body, headers = {"messages": said}, {"Authorization": f"Bearer {self.claimed['api_key']}"}
+        body, key = {"messages": said}, f"Bearer {self.claimed['api_key']}"
+        headers = {
+            "Authorization": key,
+            "x-stainless-retry-count": "0",
+        }  # a first try
         url = f"{self.claimed['base_url']}/chat/completions"
         async with self.http.post(url, json=body, headers=headers) as answer:
             told = await answer.json()
@@ -145,6 +149,20 @@ async def test_a_task_whose_agent_is_gone_is_given_out_again_and_nothing_is_samp
         assert await other.ask("Capital?", "Paris.", "Sure?") == (200, "Sure.")
         assert world.session.num_turns == 2
         assert await other.end(reward=1.0) == 200
+        await trajectory
+
+
+@pytest.mark.real_time
+async def test_an_answer_that_a_lost_agent_waits_for_is_its_successors():
+    async with running(lines("Paris."), lease_s=1.0, decode_step_s=0.2) as (world, agent, trajectory):
+        await agent.claim()
+        waiting = asyncio.create_task(agent.ask("Capital?"))
+        other = Agent(agent.http, agent.url)
+        await other.claim()
+        answers = [await other.ask("Capital?"), await waiting]
+        assert answers == [(200, "Paris.")] * 2
+        assert world.session.num_turns == 1
+        await other.end(reward=1.0)
         await trajectory
 
 
