@@ -214,7 +214,7 @@ async def test_nothing_listens_where_the_process_is_not_that_of_the_container(fa
 @pytest.mark.parametrize(
     ("sandbox", "fields", "message"),
     [
-        ({"backend": "local"}, {}, "runs single commands"),
+        pytest.param({"backend": "local"}, {}, "runs single commands", marks=pytest.mark.needs("namespaces")),
         ({"ttl_s": 100}, {}, "ttl_s is 100; expected more than 2100"),
         ({"imagefield": "a"}, {}, "imagefield"),
         ({}, {"program": {"command": ["python3"], "imports": ["json"]}}, "exclude each other"),
