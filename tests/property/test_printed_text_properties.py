@@ -77,6 +77,7 @@ def test_no_view_prints_a_control_character(text: str, terminal: bool) -> None:
         attempt=1,
         status="failed",
         reason=text,
+        failure=text,
         step=None,
         reward=None,
         stop_reason=text,
