@@ -30,6 +30,8 @@ from async_rl.runtime.threads import start_in_thread
 from async_rl.runtime.user_processes import marked
 from async_rl.types import Task
 
+NEEDS_FAILED: Final = os.EX_TEMPFAIL
+"""The exit code 75, by which a program says that something it needs did not work."""
 _HIDDEN_PREFIXES: Final = ("ASYNC_RL_", "RAY_", "OPENAI_", "ANTHROPIC_")
 """Prefixes of environment variables that agents do not receive: keys of engines, of Ray and of other APIs."""
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")

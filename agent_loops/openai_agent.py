@@ -26,10 +26,16 @@ from urllib.request import getproxies_environment
 import msgspec
 from msgspec import Meta
 
-from agent_loops.agent_program import AgentProgram, last_error_text, program_name, without_proxy
+from agent_loops.agent_program import (
+    NEEDS_FAILED,
+    AgentProgram,
+    last_error_text,
+    program_name,
+    without_proxy,
+)
 from agent_loops.base import AgentLoop
 from agent_loops.parsing import load_parser, recognise
-from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
+from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong, ToolBroken
 from async_rl.openai_api.endpoint import MAX_BODY_BYTES, Endpoint, EndpointAccess
 from async_rl.rollout.session.api import Session
 from async_rl.runtime.addresses import is_loopback
@@ -139,8 +145,8 @@ class OpenAIAgentLoop(AgentLoop):
             (`id`, `messages`, `metadata`; not the answer). It and its child processes are killed when the
             trajectory ends.
         nonzero_exit: What follows from a program's exit code above 0: `fail` fails the attempt, `zero` scores
-            what the policy wrote with 0, `score` ignores the code. A program that asked nothing, or that a
-            signal killed, always fails.
+            what the policy wrote with 0, `score` ignores the code. A program that asked nothing, that a
+            signal killed, or that ends with `NEEDS_FAILED`, always fails.
         parser: Format of tool calls: a name in `agent_loops.parsing.PARSERS`, or `module:Class`; by default
             the format that the model's chat template teaches.
         opens_thought: Whether the chat template itself opens `<think>` for each turn.
@@ -288,6 +294,8 @@ class OpenAIAgentLoop(AgentLoop):
                 if program is None:
                     reason = await self._call(task, access, session)
                 elif code := await program.run():
+                    if code == NEEDS_FAILED:
+                        raise ToolBroken(program.failure)
                     is_scored = code > 0 and handler.has_answered and handler.exceeded is None
                     if self._nonzero_exit == "fail" or not is_scored:
                         raise AgentLoopError(program.failure)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from agent_loops.agent_program import Program
+from agent_loops.agent_program import NEEDS_FAILED, Program
 from agent_loops.harness.place import Place
 from agent_loops.rewards_code import code_tests
 from async_rl.errors import AgentLoopError, ConfigError
@@ -24,8 +24,6 @@ _MAX_FILES_BYTES: Final = 16 << 20
 """The most bytes of the files that score, which are kept in memory."""
 _NOT_RUN: Final = (126, 127)
 """Exit codes of shells and `env` for a program that cannot be started."""
-INFRASTRUCTURE: Final = 75
-"""The exit code by which a command says that it could not score; EX_TEMPFAIL of sysexits.h."""
 
 
 class ScoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,7 +91,7 @@ class Scorer:
         if program.ended_by:
             return {"reward": 0.0, "score_timeout": 1.0}
         code = program.exit_code
-        if code is None or code < 0 or code in (*_NOT_RUN, INFRASTRUCTURE):
+        if code is None or code < 0 or code in (*_NOT_RUN, NEEDS_FAILED):
             raise AgentLoopError(f"the score could not be computed: {program.failure}")
         if settings.result == "exit":
             return {"reward": float(code == 0)}

@@ -19,7 +19,7 @@ import secrets
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -32,7 +32,7 @@ from async_rl.errors import EnvironmentNotReady
 from async_rl.openai_api.answers import ToolCallReader
 from async_rl.openai_api.anthropic_messages import AnthropicMessages
 from async_rl.openai_api.chat_completions import ChatCompletions
-from async_rl.openai_api.history import Exchange, message_digests
+from async_rl.openai_api.history import Exchange
 from async_rl.openai_api.reading import with_instructions
 from async_rl.openai_api.request_handler import RequestHandler, trajectory_over
 from async_rl.openai_api.requests import AnswerStream, ApiError, ChatRequest, Dialect, ReplyHead
@@ -372,7 +372,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(TRANSFER_S), self._bodies.hold(key, num_bytes):
                 body = await request.read()
-                read = partial(_read_body, dialect, body, self._model)
+                read = partial(_read_body, dialect, body, self._model, handler.digests_of)
                 if len(body) <= _SMALL_BODY_BYTES:
                     chat = read()
                 else:
@@ -386,7 +386,7 @@ class Endpoint:
         if chat[0].previous is None and not chat[0].has_references:
             return chat
         whole = handler.with_history(chat[0])
-        return whole, message_digests(whole.messages)
+        return whole, handler.digests_of(whole.messages)
 
     @web.middleware
     async def _errors_as_json(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -458,7 +458,9 @@ def _without_key(path: str) -> str:
     return re.sub("^/s/[^/]*", "/s/<key>", path)
 
 
-def _read_body(dialect: Dialect, body: bytes, model: str) -> tuple[ChatRequest, list[bytes]]:
+def _read_body(
+    dialect: Dialect, body: bytes, model: str, digests_of: Callable[[Sequence[dict[str, Any]]], list[bytes]]
+) -> tuple[ChatRequest, list[bytes]]:
     """Return a request with the digests of its messages; none if it names an earlier answer."""
     chat = dialect.read(body, model)
     if chat.previous is not None:
@@ -466,7 +468,7 @@ def _read_body(dialect: Dialect, body: bytes, model: str) -> tuple[ChatRequest, 
     if chat.instructions:
         messages = with_instructions(chat.instructions, chat.messages)
         chat = msgspec.structs.replace(chat, messages=messages)
-    return chat, message_digests(chat.messages)
+    return chat, digests_of(chat.messages)
 
 
 @cache

@@ -9,8 +9,8 @@
 ```
 
 Messages are compared by meaning, not literally. The policy's messages are compared by the content and tool
-calls that were returned, without thoughts, which many agents leave out. The order of keys, ids and
-surrounding white space are ignored. Nothing here waits or samples.
+calls that were returned. Many agents leave out thoughts, and some the text beside calls. The order of keys,
+ids and surrounding white space are ignored. Nothing here waits or samples.
 
 Each request repeats the whole conversation, so messages are kept as digests: the memory of a conversation
 grows with its answers, not with the square of its turns.
@@ -23,7 +23,8 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -173,18 +174,32 @@ def find_continued(
     return max(fitting, key=lambda conversation: conversation.num_known, default=None)
 
 
-def message_digests(messages: Iterable[dict[str, Any]], *, after: bytes = _NOTHING) -> list[bytes]:
+def message_digests(
+    messages: Iterable[dict[str, Any]],
+    *,
+    after: bytes = _NOTHING,
+    texts: Mapping[bytes, str] = MappingProxyType({}),
+) -> list[bytes]:
     """Return for each message a digest of the messages up to it, in a comparable form.
 
     Args:
         messages: The messages.
         after: The digest of the messages before them.
+        texts: What the policy said beside calls, by `calls_digest`; histories may leave it out.
     """
     digests = []
     for message in messages:
-        after = _digest((after, *_key(message)))
+        role, content, calls = _key(message)
+        if calls and not content:
+            content = texts.get(calls_digest(message, after), "")
+        after = _digest((after, role, content, calls))
         digests.append(after)
     return digests
+
+
+def calls_digest(message: dict[str, Any], after: bytes) -> bytes:
+    """Return a digest of a message's calls, behind messages with a digest."""
+    return _digest((after, _key(message)[2]))
 
 
 def _digest(value: Any) -> bytes:

@@ -28,6 +28,7 @@ from async_rl.openai_api.constraints import forced_text
 from async_rl.openai_api.history import (
     Exchange,
     RequestConversation,
+    calls_digest,
     find_continued,
     find_repeated,
     message_digests,
@@ -74,6 +75,8 @@ class RequestHandler:
         self._ignores_constraints = ignores_constraints
         self._on_ignored = on_ignored
         self._conversations = [RequestConversation(session)]
+        self._texts: dict[bytes, str] = {}
+        """What the policy said beside calls, by the digest of the calls."""
         self._waiting: asyncio.Queue[_QueuedRequest | None] = asyncio.Queue()  # `submit_request` bounds it
         self._num_exchanges = 0
         self._closed = False
@@ -208,13 +211,17 @@ class RequestHandler:
             code="previous_response_not_found",
         )
 
+    def digests_of(self, messages: Sequence[dict[str, Any]]) -> list[bytes]:
+        """Return for each message of a request the digest of the messages up to it."""
+        return message_digests(messages, texts=self._texts)
+
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens that the policy would read for a request.
 
         Raises:
             ApiError: 400: the chat template cannot render its messages.
         """
-        conversation = find_continued(self._conversations, request, message_digests(request.messages))
+        conversation = find_continued(self._conversations, request, self.digests_of(request.messages))
         try:
             if conversation is None or not conversation.num_known:
                 return await self._session.count_tokens(request.messages, request.tools, after=False)
@@ -335,6 +342,8 @@ class RequestHandler:
             session.share_reward()
             used = self._context_tokens - session.remaining_tokens
             answer = self._make_answer(session, exchange, turn, used - len(turn.token_ids))
+            if answer.calls and answer.content:
+                self._texts[calls_digest(answer.message, exchange.digest)] = answer.content.strip()
             conversation.end_exchange(exchange, answer)
             if exchange.number > self._exceeded_number:
                 self.exceeded = None  # the agent has gone on, in another conversation or with fewer messages

@@ -159,9 +159,7 @@ def _crewai_task(description: str, context: str = "") -> str:
 
 
 CREWAI = (
-    f"{_crewai_task('Weather in Oslo and Rome?')}{SAYS[0]}<|im_end|>",
-    # It leaves out text beside calls.
-    f"{_crewai_task('Weather in Oslo and Rome?')}{CALLS}<|im_end|>\n{TOLD}{SAYS[1]}<|im_end|>",
+    f"{_crewai_task('Weather in Oslo and Rome?')}{SAYS[0]}<|im_end|>\n{TOLD}{SAYS[1]}<|im_end|>",
     _crewai_task("Thanks.", f"\n\nThis is the context you're working with:\n{SAYS[1]}")
     + f"{SAYS[2]}<|im_end|>",
 )

@@ -142,8 +142,8 @@ async def test_all_listeners_answer_while_strangers_hold_all_connections(
 
 
 @pytest.mark.real
-# asyncio accepts connections in one turn of the loop and serves them in the next. Those of a server that is closed in
-# between are dropped unclosed (Python 3.11, `Server._attach` of asyncio/base_events.py).
+# asyncio accepts connections in one turn of the loop and serves them in the next. Those of a server that is
+# closed in between are dropped unclosed (Python 3.11, `Server._attach` of asyncio/base_events.py).
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 async def test_a_server_that_ends_without_descriptors_logs_a_few_lines(
     caplog: pytest.LogCaptureFixture,

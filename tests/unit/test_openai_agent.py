@@ -20,7 +20,14 @@ import pytest
 from agent_loops.agent_program import OutputTail, last_words, without_proxy
 from agent_loops.openai_agent import AgentAPI, OpenAIAgentLoop
 from async_rl.cli.inspection.try_out import rollout
-from async_rl.errors import AgentLoopError, ConfigError, EngineError, PromptTooLong, RequestRefused
+from async_rl.errors import (
+    AgentLoopError,
+    ConfigError,
+    EngineError,
+    PromptTooLong,
+    RequestRefused,
+    ToolBroken,
+)
 from async_rl.runtime.supervision import Nursery
 from async_rl.store.journal import Journal
 from async_rl.types import Task
@@ -349,6 +356,13 @@ async def test_a_nonzero_exit_is_a_failed_agent_when_the_loop_is_to_score_it():
     assert reason == "failed"
     bench.session.end_session(reason)
     assert bench.session.completion.stop_reason == "failed"
+
+
+@pytest.mark.parametrize("nonzero_exit", ["fail", "zero", "score"])
+async def test_a_tool_is_broken_when_a_program_says_so(nonzero_exit: str):
+    loop = asking("chat/completions", "sys.exit(os.EX_TEMPFAIL)", nonzero_exit=nonzero_exit)
+    with pytest.raises(ToolBroken, match="ended with 75"):
+        await play(loop, "4")
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,22 @@ async def test_thoughts_are_reasoning_and_may_be_left_out_of_the_history():
         assert "<think>\nHm.\n</think>\n\nYes.<|im_end|>" in a.text(await a.trajectory())
 
 
+@pytest.mark.parametrize("content", ["", None])
+async def test_the_text_beside_calls_may_be_left_out_of_the_history_but_not_changed(content: str | None):
+    said = ["I look.\n" + call("Oslo"), "Rain.", "Other rain."]
+    async with asked(lines(*said), max_branches=1) as a:
+        first = await a.say("Weather?", tools=[WEATHER])
+        told = result(first.choices[0].message.tool_calls[0].id, "rain")
+        without = reply(first) | {"content": content}
+        await a.say("Weather?", without, told, tools=[WEATHER])
+        changed = reply(first) | {"content": "I guess."}
+        await a.say("Weather?", changed, told, tools=[WEATHER])
+    whole, other = await a.trajectories()
+    assert f"{said[0]}<|im_end|>" in a.text(whole)
+    assert "Rain.<|im_end|>" in a.text(whole)
+    assert f"I guess.\n{call('Oslo')}" in a.text(other)
+
+
 async def test_a_stream_adds_up_to_the_answer():
     text = "<think>\nWhere?\n</think>\n\nI look für dich.\n" + call("Oslo")
     async with asked(lines(text)) as a:
