@@ -2,6 +2,7 @@
 
     python benchmarks/price_of_staleness.py [--quick] [--out FOLDER] [--steps N] [--json FILE]
         [--bounds 0 2 4 8] [--corrections truncated rollout uncorrected] [--seeds 0 1]
+    python benchmarks/price_of_staleness.py [--out FOLDER] --plot FILE
 
 The quickstart's model (`make quickstart` makes it) is trained by the real loop, SGLang and Megatron-Core with
 partial rollouts, in smaller batches and with more trajectories in flight than the quickstart has, once for
@@ -21,7 +22,8 @@ that are there, of this and earlier calls:
     sample share, direction, worth, cosine, halves
               of the captured step by lag: docs/design/staleness.md
 
-Figures are means over seeds, with the range of the seeds in brackets.
+Figures are means over seeds, with the range of the seeds in brackets. `--plot` only draws the rows that are
+there, and needs matplotlib.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +53,9 @@ CORRECTIONS: Final = {
     "rollout": ("trainer.loss.old_log_probs=rollout", "trainer.loss.importance.level=off"),
     "uncorrected": ("trainer.loss.importance.level=off", "trainer.loss.uncorrected=true"),
 }
+
+SMOOTH: Final = 5
+"""Steps over which the rewards of the plot are means."""
 
 CHECKPOINT_EVERY: Final = 5
 """Steps; the captured step is trained from the checkpoint before it."""
@@ -221,6 +226,29 @@ def lag_table(rows: Sequence[PricedRun]) -> list[Row]:
     return table
 
 
+def plot(rows: Sequence[PricedRun], path: Path) -> None:
+    """Draw rewards over trained tokens by bound, and beside it the effective sample sizes by lag."""
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for index, bound in enumerate(sorted({row.bound for row in rows})):
+        for number, row in enumerate(row for row in rows if row.bound == bound):
+            tokens = list(accumulate(row.trained_tokens))
+            means = [statistics.fmean(row.rewards[max(0, i - SMOOTH) : i]) for i in range(1, len(tokens) + 1)]
+            label = None if number else f"bound {bound}"
+            left.plot([n / 1e3 for n in tokens], means, color=f"C{index}", linewidth=1, label=label)
+    for correction, marker in zip(CORRECTIONS, "ox^", strict=True):
+        own = [each for row in rows if row.correction == correction for each in row.prices.lags]
+        label = f"{correction}, {len(own)} captured lags"
+        right.plot([each.lag for each in own], [each.sample_share for each in own], marker, label=label)
+    left.set(xlabel="trained tokens, thousands", ylabel=f"reward, mean of {SMOOTH} steps")
+    right.set(xlabel="lag, versions", ylabel="effective sample size / tokens")
+    for axes in (left, right):
+        axes.legend(fontsize=8, frameon=False)
+        axes.grid(alpha=0.25)
+    figure.savefig(path)
+
+
 def main() -> int:
     """Run what is missing, and print the tables."""
     parser = argument_parser(__doc__)
@@ -236,12 +264,16 @@ def main() -> int:
         metavar="dotted.key=value",
         help="changes to all runs; use an --out of their own",
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="only draw the rows that are there")
     parser.add_argument("--quick", action="store_true", help="one run of 16 steps, one engine and one rank")
     options = parser.parse_args()
     if options.quick:
         options.steps, options.bounds, options.corrections, options.seeds = 16, [2], ["truncated"], [0]
         options.set = [*QUICK, *options.set]
     folder: Path = options.out.absolute()
+    if options.plot is not None:
+        plot(read_rows(folder / "rows.jsonl"), options.plot)
+        return 0
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "rows.jsonl"
     done = {row.job for row in read_rows(path)}
