@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -113,9 +113,14 @@ class HttpCalls:
             ) from error
 
     def _shown(self, text: str) -> str:
-        for secret in filter(None, self._secrets):
-            text = text.replace(secret, "<key>")
-        return text[:_MAX_SHOWN]
+        return without_secrets(text, self._secrets)
+
+
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """Return the beginning of what a service says, for an error, without keys that it repeats."""
+    for secret in filter(None, secrets):
+        text = text.replace(secret, "<key>")
+    return text[:_MAX_SHOWN]
 
 
 def _is_final(status: int) -> bool:
