@@ -209,8 +209,8 @@ class E2BBackend(_RemoteBackend):
     async def read_file(self, name: str, path: str) -> bytes:
         """Implements `SandboxBackend.read_file`."""
         sandbox = self._sandbox(name)
-        status, body = await self._calls.request(
-            "GET", f"{sandbox.url}/files", params={"path": path}, headers=sandbox.headers, may_be=(400, 404)
+        status, body = await self._calls.request_file(
+            f"{sandbox.url}/files", path, headers=sandbox.headers, may_be=(400, 404)
         )
         if status != 200:
             await self._check_runs(name)
@@ -347,9 +347,8 @@ class DaytonaBackend(_RemoteBackend):
 
     async def read_file(self, name: str, path: str) -> bytes:
         """Implements `SandboxBackend.read_file`."""
-        status, body = await self._calls.request(
-            "GET", f"{self._toolbox(name)}/files/download", params={"path": path}, may_be=(400, 404)
-        )
+        where = f"{self._toolbox(name)}/files/download"
+        status, body = await self._calls.request_file(where, path, may_be=(400, 404))
         if status != 200:
             await self._sandbox(name)
             raise FileNotFoundError(2, "no such file", path)

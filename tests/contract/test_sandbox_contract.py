@@ -149,6 +149,16 @@ async def test_files_are_written_and_read_byte_by_byte(subject: Subject) -> None
         assert (await box.exec("echo usable")).stdout == "usable\n"
 
 
+async def test_a_file_that_is_too_large_is_refused_and_the_sandbox_remains(
+    subject: Subject,
+) -> None:
+    async with subject.started() as box:
+        assert (await box.exec("head -c 20000000 /dev/zero >/tmp/large")).exit_code == 0
+        with pytest.raises(OSError, match="/tmp/large"):
+            await box.read_file("/tmp/large")
+        assert (await box.exec("echo usable")).stdout == "usable\n"
+
+
 async def test_a_command_reads_its_stdin_and_otherwise_nothing(subject: Subject) -> None:
     async with subject.started() as box:
         assert (await box.exec("cat", stdin="some\ninput")).stdout == "some\ninput"
