@@ -206,7 +206,7 @@ class ContainerBackend:
     async def read_file(self, name: str, path: str) -> bytes:
         """Implements `SandboxBackend.read_file`."""
         where = _url(f"/containers/{name}/archive")
-        status, body = await self._calls.request("GET", where, params={"path": path}, may_be=(404,))
+        status, body = await self._calls.request_file(where, path, may_be=(404,))
         if status == 404:
             await self._check_runs(name)
             raise FileNotFoundError(2, "no such file", path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -19,6 +19,10 @@ _MAX_ANSWER_BYTES: Final = MAX_FILE_BYTES + (1 << 20)
 _MAX_SHOWN: Final = 500
 _PASSING: Final = frozenset({408, 409, 425, 429})
 """Client errors that a repetition may overcome: conflicts with what is under way, and limits of rates."""
+
+
+class AnswerTooLarge(SandboxLost):
+    """An answer has more bytes than any file may have."""
 
 
 class HttpCalls:
@@ -93,10 +97,22 @@ class HttpCalls:
             async for data in response.content.iter_any():
                 body += data
                 if len(body) > _MAX_ANSWER_BYTES:
-                    raise SandboxLost(
+                    raise AnswerTooLarge(
                         f"{self._what} answered {method} with more than {_MAX_ANSWER_BYTES} bytes"
                     )
             return response.status, bytes(body)
+
+    async def request_file(self, url: str, path: str, **request: Any) -> tuple[int, bytes]:
+        """Ask for the file at a path inside a sandbox as `request` does.
+
+        Raises:
+            OSError: It is too large.
+            SandboxLost: See `open_response`.
+        """
+        try:
+            return await self.request("GET", url, params={"path": path}, **request)
+        except AnswerTooLarge:
+            raise OSError(f"{path} is no file of at most {MAX_FILE_BYTES} bytes") from None
 
     async def request_json(self, method: str, url: str, **request: Any) -> Any:
         """Send a request as `open_response` does; return the body's value.
@@ -113,9 +129,14 @@ class HttpCalls:
             ) from error
 
     def _shown(self, text: str) -> str:
-        for secret in filter(None, self._secrets):
-            text = text.replace(secret, "<key>")
-        return text[:_MAX_SHOWN]
+        return without_secrets(text, self._secrets)
+
+
+def without_secrets(text: str, secrets: Iterable[str]) -> str:
+    """Return the beginning of what a service says, for an error, without keys that it repeats."""
+    for secret in filter(None, secrets):
+        text = text.replace(secret, "<key>")
+    return text[:_MAX_SHOWN]
 
 
 def _is_final(status: int) -> bool:

@@ -94,7 +94,7 @@ class Sandboxes:
         """Start nothing yet.
 
         Args:
-            backend: `local`, or `{kind: containers, e2b or daytona, …}` with the fields of its settings.
+            backend: `local`, or `{kind: …}` with the fields of the settings of that kind.
             pool: How many sandboxes wait ready: of the default image, or by image.
             max_open: The most sandboxes at a time, those in pools included; 0 is no limit.
             ttl_s: The time to live of a sandbox, seconds; longer than a trajectory.
@@ -104,6 +104,7 @@ class Sandboxes:
 
         Raises:
             ConfigError: A setting or an environment variable is wrong or missing.
+            EnvironmentNotReady: The package of a service is not installed.
         """
         self._given = {"kind": backend} if isinstance(backend, str) else dict(backend)
         settings = parse_backend(backend)

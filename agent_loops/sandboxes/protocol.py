@@ -1,7 +1,7 @@
 """What a sandbox can do, whoever runs it: start, exec, files, snapshot, end.
 
 ```
- Sandboxes ─► ShellSandbox (a handle with a name) ─► SandboxBackend: local, containers, E2B, Daytona, yours
+ Sandboxes ─► ShellSandbox (a handle with a name) ─► SandboxBackend: local, containers, services, yours
 ```
 
 Names are chosen here and recorded before a sandbox is created, so a backend finds by the name also what it
@@ -240,13 +240,18 @@ class Output:
         """Keep at most `limit` bytes of each."""
         self._limit = limit
         self._kept = {1: bytearray(), 2: bytearray()}
-        self._truncated = False
+        self.truncated = False
+        """Whether there was more."""
 
     def add(self, descriptor: int, data: bytes) -> None:
         """Add what the command has written to 1 (stdout) or 2 (stderr)."""
         kept = self._kept[descriptor]
-        self._truncated |= len(kept) + len(data) > self._limit
+        self.truncated |= len(kept) + len(data) > self._limit
         kept += data[: self._limit - len(kept)]
+
+    def data(self, descriptor: int) -> bytes:
+        """Return what was kept of 1 or 2."""
+        return bytes(self._kept[descriptor])
 
     def result(self, exit_code: int, *, timed_out: bool) -> ExecResult:
         """Return the result of the command."""
@@ -255,7 +260,7 @@ class Output:
             stdout=self._kept[1].decode(errors="replace"),
             stderr=self._kept[2].decode(errors="replace"),
             timed_out=timed_out,
-            truncated=self._truncated,
+            truncated=self.truncated,
         )
 
 

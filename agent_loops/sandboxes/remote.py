@@ -40,7 +40,7 @@ _LOOK_AGAIN_S: Final = 0.5
 """Between two looks at a sandbox that is starting: Daytona's API sends no event."""
 
 
-class _RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What all services have in common."""
 
     image: str = ""
@@ -50,7 +50,7 @@ class _RemoteSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class E2BSettings(
-    _RemoteSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="e2b", tag_field="kind"
+    RemoteSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="e2b", tag_field="kind"
 ):
     """How to reach E2B, or a server with its API."""
 
@@ -68,11 +68,11 @@ class E2BSettings(
         Raises:
             ConfigError: There is no key.
         """
-        return E2BBackend(self, _key(self.key_env), run)
+        return E2BBackend(self, read_key(self.key_env), run)
 
 
 class DaytonaSettings(
-    _RemoteSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="daytona", tag_field="kind"
+    RemoteSettings, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="daytona", tag_field="kind"
 ):
     """How to reach Daytona, or a server with its API."""
 
@@ -86,10 +86,15 @@ class DaytonaSettings(
         Raises:
             ConfigError: There is no key.
         """
-        return DaytonaBackend(self, _key(self.key_env), run)
+        return DaytonaBackend(self, read_key(self.key_env), run)
 
 
-def _key(variable: str) -> str:
+def read_key(variable: str) -> str:
+    """Return a key of a service from an environment variable.
+
+    Raises:
+        ConfigError: The variable is not set.
+    """
     if not (key := os.environ.get(variable, "")):
         raise ConfigError(f"sandboxes: the environment variable {variable} is not set; it holds the key")
     return key
@@ -204,8 +209,8 @@ class E2BBackend(_RemoteBackend):
     async def read_file(self, name: str, path: str) -> bytes:
         """Implements `SandboxBackend.read_file`."""
         sandbox = self._sandbox(name)
-        status, body = await self._calls.request(
-            "GET", f"{sandbox.url}/files", params={"path": path}, headers=sandbox.headers, may_be=(400, 404)
+        status, body = await self._calls.request_file(
+            f"{sandbox.url}/files", path, headers=sandbox.headers, may_be=(400, 404)
         )
         if status != 200:
             await self._check_runs(name)
@@ -342,9 +347,8 @@ class DaytonaBackend(_RemoteBackend):
 
     async def read_file(self, name: str, path: str) -> bytes:
         """Implements `SandboxBackend.read_file`."""
-        status, body = await self._calls.request(
-            "GET", f"{self._toolbox(name)}/files/download", params={"path": path}, may_be=(400, 404)
-        )
+        where = f"{self._toolbox(name)}/files/download"
+        status, body = await self._calls.request_file(where, path, may_be=(400, 404))
         if status != 200:
             await self._sandbox(name)
             raise FileNotFoundError(2, "no such file", path)

@@ -9,11 +9,12 @@ import msgspec
 
 from agent_loops.sandboxes.containers import ContainerSettings
 from agent_loops.sandboxes.local import LocalSettings
+from agent_loops.sandboxes.modal import ModalSettings
 from agent_loops.sandboxes.remote import DaytonaSettings, E2BSettings
 from async_rl.errors import ConfigError
 from async_rl.runtime.loading import load_object
 
-BackendSettings = LocalSettings | ContainerSettings | E2BSettings | DaytonaSettings
+BackendSettings = LocalSettings | ContainerSettings | E2BSettings | DaytonaSettings | ModalSettings
 
 
 def parse_backend(given: str | Mapping[str, Any]) -> Any:
@@ -33,5 +34,6 @@ def parse_backend(given: str | Mapping[str, Any]) -> Any:
         return msgspec.convert(fields, own or BackendSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(
-            f"sandboxes: backend: {error}; expected {{kind: local, containers, e2b, daytona or module:C, …}}"
+            f"sandboxes: backend: {error}; expected {{kind: local, containers, e2b, daytona, modal or "
+            "module:Class, …}"
         ) from error

@@ -1,7 +1,12 @@
-"""One contract for all sandbox backends: local ones, real and fake containers, and fakes of services."""
+"""One contract for all sandbox backends: local ones, real and fake containers, and fakes of services.
+
+That of Modal runs where its package is installed: tests/contract/test_modal_sandboxes.py.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -9,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 
-from agent_loops.sandboxes.protocol import MAX_FILE_BYTES, ShellSandbox
+from agent_loops.sandboxes.protocol import MAX_FILE_BYTES, SandboxRefused, ShellSandbox
 from agent_loops.sandboxes.settings import parse_backend
-from async_rl.errors import EnvironmentNotReady, SandboxLost, ToolError
+from async_rl.errors import ConfigError, EnvironmentNotReady, SandboxLost, ToolError
 from tests.support.fake_container_engine import fake_container_engine
 from tests.support.fake_machines import FakeMachines
 from tests.support.fake_sandbox_services import KEY, fake_daytona, fake_e2b
@@ -30,6 +36,7 @@ class Subject:
     """A backend under test, and the fake behind it, if any."""
 
     kind: str
+    settings: Any
     backend: Any
     machines: FakeMachines | None
     num_started: int = 0
@@ -66,11 +73,22 @@ async def opened(kind: str, folder: Path) -> AsyncIterator[Subject]:
         elif kind == "daytona":
             url, machines = await stack.enter_async_context(fake_daytona(folder))
             settings |= {"api_url": url}
-        backend = await stack.enter_async_context(parse_backend(settings).open_backend("a-run"))
-        yield Subject(kind, backend, machines)
+        elif kind == "modal":
+            from tests.support.fake_modal import KEY_ID, fake_modal
+
+            url, machines = await stack.enter_async_context(fake_modal(folder))
+            variables = stack.enter_context(pytest.MonkeyPatch.context())
+            variables.setenv("MODAL_SERVER_URL", url)
+            variables.setenv("MODAL_DISABLE_API_PROXY", "1")
+            variables.setenv("MODAL_TOKEN_ID", KEY_ID)
+            variables.setenv("MODAL_TOKEN_SECRET", KEY)
+        parsed = parse_backend(settings)
+        backend = await stack.enter_async_context(parsed.open_backend("a-run"))
+        yield Subject(kind, parsed, backend, machines)
 
 
-FAKES = ["containers", "e2b", "daytona"]
+SERVICES = ["e2b", "daytona", *(["modal"] if importlib.util.find_spec("modal") else [])]
+FAKES = ["containers", *SERVICES]
 
 
 @pytest_asyncio.fixture(
@@ -131,6 +149,16 @@ async def test_files_are_written_and_read_byte_by_byte(subject: Subject) -> None
         assert (await box.exec("echo usable")).stdout == "usable\n"
 
 
+async def test_a_file_that_is_too_large_is_refused_and_the_sandbox_remains(
+    subject: Subject,
+) -> None:
+    async with subject.started() as box:
+        assert (await box.exec("head -c 20000000 /dev/zero >/tmp/large")).exit_code == 0
+        with pytest.raises(OSError, match="/tmp/large"):
+            await box.read_file("/tmp/large")
+        assert (await box.exec("echo usable")).stdout == "usable\n"
+
+
 async def test_a_command_reads_its_stdin_and_otherwise_nothing(subject: Subject) -> None:
     async with subject.started() as box:
         assert (await box.exec("cat", stdin="some\ninput")).stdout == "some\ninput"
@@ -150,6 +178,12 @@ async def test_outputs_are_bounded(subject: Subject) -> None:
         ran = await box.exec("head -c 300000 /dev/zero; echo e >&2")
         assert (ran.exit_code, len(ran.stdout), ran.stderr, ran.truncated) == (0, 1000, "e\n", True)
         assert not (await box.exec("head -c 1000 /dev/zero")).truncated
+
+
+async def test_a_command_may_have_100_000_bytes(subject: Subject) -> None:
+    async with subject.started() as box:
+        ran = await box.exec(f"echo 'äpfel'; exit 3 # {'#' * 99_900}")
+        assert (ran.exit_code, ran.stdout) == (3, "äpfel\n")
 
 
 async def test_a_command_that_no_program_could_receive_is_refused(subject: Subject) -> None:
@@ -186,6 +220,33 @@ async def test_an_ended_sandbox_is_lost_and_may_end_again(subject: Subject) -> N
     await subject.backend.end("async-rl-never-was")
 
 
+@pytest.mark.parametrize("subject", FAKES, indirect=True)
+async def test_an_unknown_image_is_refused(subject: Subject) -> None:
+    with pytest.raises(SandboxRefused):
+        await subject.backend.start("async-rl-refused", "missing", TTL_S)
+    await subject.backend.end("async-rl-refused")
+
+
+@pytest.mark.parametrize("subject", FAKES, indirect=True)
+async def test_a_block_ends_no_sandbox_and_another_finds_it_by_name(subject: Subject) -> None:
+    assert subject.machines is not None
+    before = connections()
+    async with subject.settings.open_backend("a-run") as backend:
+        await backend.start("async-rl-left", "", TTL_S)
+        await backend.exec("async-rl-left", "true", timeout_s=5, stdin=b"", max_output_bytes=100)
+    async with asyncio.timeout(10):
+        while not connections() <= before:  # noqa: ASYNC110 - Modal's client closes its own in a thread
+            await asyncio.sleep(0)
+    assert len(subject.machines.requested) == 1
+    await subject.backend.end("async-rl-left")
+    assert not subject.machines.requested
+
+
+def connections() -> set[int]:
+    """The descriptors of this process that are connected, to a service or to a client of one."""
+    return {each.fd for each in psutil.Process().net_connections("all") if each.status != "LISTEN"}
+
+
 @pytest.mark.real
 @pytest.mark.needs("podman")
 async def test_a_container_has_no_network_and_no_privileges(podman_socket: Path) -> None:
@@ -213,28 +274,41 @@ async def test_a_sandbox_has_no_network_and_a_time_to_live_by_default(subject: S
             )
         case "daytona":
             assert (asked["networkBlockAll"], asked["ttlMinutes"]) == (True, 10)
+        case "modal":
+            network = asked["definition"]["networkAccess"]["networkAccessType"]
+            assert (network, asked["definition"]["timeoutSecs"]) == ("BLOCKED", 600)
 
 
 @pytest.mark.parametrize("subject", FAKES, indirect=True)
 async def test_whatever_fails_beside_the_command_is_a_lost_sandbox(subject: Subject) -> None:
     assert subject.machines is not None
-    path = {"containers": "/exec", "e2b": "/process.Process/Start", "daytona": "/process/execute"}[
-        subject.kind
-    ]
+    path = {
+        "containers": "/exec",
+        "e2b": "/process.Process/Start",
+        "daytona": "/process/execute",
+        "modal": "/TaskExecStart",
+    }[subject.kind]
+    # Modal's client repeats what fails in passing.
+    statuses = (403, 404, 409) if subject.kind == "modal" else (0, 404, 500, 503)
     async with subject.started() as box:
-        for status in (0, 404, 500, 503):
+        for status in statuses:
             subject.machines.faults.append((path, status))
             with pytest.raises(SandboxLost):
                 await box.exec("true")
         assert (await box.exec("echo usable")).stdout == "usable\n"
 
 
-@pytest.mark.parametrize("subject", ["e2b", "daytona"], indirect=True)
+@pytest.mark.parametrize("subject", SERVICES, indirect=True)
+async def test_a_missing_key_is_named(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(subject.settings.key_env)
+    with pytest.raises(ConfigError, match=f"{subject.settings.key_env} is not set"):
+        subject.settings.open_backend("a-run")
+
+
+@pytest.mark.parametrize("subject", SERVICES, indirect=True)
 async def test_a_key_is_in_no_error(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = subject.kind
-    monkeypatch.setenv(f"{kind.upper()}_API_KEY", "sk-a-wrong-key")
-    settings = {"kind": kind, "api_url": subject.backend._api}
-    with pytest.raises(EnvironmentNotReady, match=r"401.*<key>") as failed:
-        async with parse_backend(settings).open_backend("a-run"):
+    monkeypatch.setenv(subject.settings.key_env, "sk-a-wrong-key")
+    with pytest.raises(EnvironmentNotReady, match=r"no access with .*<key>") as failed:
+        async with subject.settings.open_backend("a-run"):
             pass
     assert "sk-a-wrong-key" not in "".join(traceback.format_exception(failed.value))

@@ -73,13 +73,15 @@ class FakeMachines:
     def path(self, key: str, inside: str = "") -> Path:
         return self._folder / _plain(key) / inside.lstrip("/")
 
-    async def run(self, key: str, *words: str) -> tuple[int, bytes, bytes]:
+    async def run(
+        self, key: str, *words: str, stdin: int = asyncio.subprocess.DEVNULL
+    ) -> tuple[int, bytes, bytes]:
         """Run a program; its exit code is negative if a signal ended it."""
         root = self.path(key)
         process = await asyncio.create_subprocess_exec(
             *(word.replace("/tmp/", f"{root}/tmp/") for word in words),
             cwd=root,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=stdin,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from agent_loops.sandboxes import Sandboxes, ShellSandbox, http_calls
-from agent_loops.sandboxes.containers import ContainerSettings
-from async_rl.errors import SandboxLost
-from tests.support.fake_container_engine import fake_container_engine
+from agent_loops.sandboxes import Sandboxes, ShellSandbox
 
 pytestmark = pytest.mark.real_time
 
@@ -98,15 +95,3 @@ def running(marker: str) -> bool:
         except OSError:
             continue
     return False
-
-
-async def test_an_answer_of_a_backend_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_calls, "_MAX_ANSWER_BYTES", 1000)
-    async with fake_container_engine(tmp_path) as (path, machines):
-        settings = ContainerSettings(socket=path, image="python:3.11")
-        async with settings.open_backend("a-run") as backend:
-            await backend.start("async-rl-1", "", 60.0)
-            await backend.write_file("async-rl-1", "/tmp/large", bytes(2000))
-            with pytest.raises(SandboxLost, match="more than 1000 bytes"):
-                await backend.read_file("async-rl-1", "/tmp/large")
-        machines.remove("async-rl-1")

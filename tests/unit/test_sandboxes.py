@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from agent_loops.sandboxes import Sandboxes
 from agent_loops.sandboxes.leftovers import SILENT_S, end_leftovers
 from agent_loops.sandboxes.log import Record, SandboxLog, read_log
-from async_rl.errors import ConfigError, SandboxLost
+from async_rl.errors import ConfigError, EnvironmentNotReady, SandboxLost
 from async_rl.runtime.user_processes import attempt_scope
 from tests.support.memory_sandboxes import SERVICES, Service, backend
 from tests.support.scripted_session import ScriptedSession
@@ -337,3 +338,11 @@ async def test_a_log_has_a_bounded_size(tmp_path: Path) -> None:
 def test_a_wrong_setting_is_reported_before_anything_starts(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Sandboxes(**options)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "modal", None)
+    with pytest.raises(EnvironmentNotReady, match=r"pip install -e '\.\[modal\]'"):
+        Sandboxes("modal")
