@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import tarfile
 import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from agent_loops.sandboxes.protocol import MAX_FILE_BYTES, ShellSandbox
+from agent_loops.sandboxes.protocol import MAX_FILE_BYTES, SandboxRefused, ShellSandbox
 from agent_loops.sandboxes.settings import parse_backend
 from async_rl.errors import EnvironmentNotReady, SandboxLost, ToolError
 from tests.support.fake_container_engine import fake_container_engine
@@ -73,13 +76,13 @@ async def opened(kind: str, folder: Path) -> AsyncIterator[Subject]:
 FAKES = ["containers", "e2b", "daytona"]
 
 
-@pytest_asyncio.fixture(
-    params=[
-        pytest.param("local", marks=pytest.mark.needs("namespaces")),
-        pytest.param("podman", marks=[pytest.mark.needs("podman"), pytest.mark.real]),
-        *FAKES,
-    ]
-)
+REAL = [
+    pytest.param("local", marks=pytest.mark.needs("namespaces")),
+    pytest.param("podman", marks=[pytest.mark.needs("podman"), pytest.mark.real]),
+]
+
+
+@pytest_asyncio.fixture(params=[*REAL, *FAKES])
 async def subject(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Subject]:
@@ -145,6 +148,14 @@ async def test_a_time_limit_ends_the_command_and_not_the_sandbox(subject: Subjec
         assert (await box.exec("echo usable")).stdout == "usable\n"
 
 
+@pytest.mark.parametrize("subject", REAL, indirect=True)
+async def test_processes_end_and_the_sandbox_does_not(subject: Subject) -> None:
+    async with subject.started() as box:
+        await box.exec("setsid sh -c 'while :; do echo on >/tmp/file; done' >/dev/null 2>&1 &")
+        await box.end_processes()
+        assert (await box.exec("rm -f /tmp/file; sleep 0.2; cat /tmp/file")).exit_code != 0
+
+
 async def test_outputs_are_bounded(subject: Subject) -> None:
     async with subject.started(limit=1000) as box:
         ran = await box.exec("head -c 300000 /dev/zero; echo e >&2")
@@ -184,6 +195,28 @@ async def test_an_ended_sandbox_is_lost_and_may_end_again(subject: Subject) -> N
             await box.read_file("/tmp/file")
         await subject.backend.end(box.name)
     await subject.backend.end("async-rl-never-was")
+
+
+@pytest.mark.real
+@pytest.mark.needs("podman")
+async def test_an_image_is_built_once(podman_socket: Path) -> None:
+    """The second archive would fail, as it does under another name."""
+    dockerfile = f"FROM {IMAGE}\nRUN echo made > /made\nWORKDIR /work\n".encode()
+    context = io.BytesIO()
+    with tarfile.open(fileobj=context, mode="w") as archive:
+        member = tarfile.TarInfo("Dockerfile")
+        member.size = len(dockerfile)
+        archive.addfile(member, io.BytesIO(dockerfile))
+    broken = context.getvalue().replace(b"RUN echo", b"RUN ohce")
+    async with opened("podman", podman_socket) as subject:
+        build = subject.backend.build_image
+        await asyncio.gather(
+            build("async-rl-test-built", context.getvalue()), build("async-rl-test-built", broken)
+        )
+        async with subject.started("async-rl-test-built") as box:
+            assert (await box.exec("cat /made; pwd")).stdout == "made\n/work\n"
+        with pytest.raises(SandboxRefused, match=r"async-rl-test-broken.*RUN ohce"):
+            await build("async-rl-test-broken", broken)
 
 
 @pytest.mark.real
