@@ -16,7 +16,7 @@ from agent_loops.agent_program import AgentProgram, ChildProcess, Start, endpoin
 from agent_loops.harness.forking import ForkServer
 from agent_loops.harness.place import Collected, Place, Source, local_place
 from agent_loops.harness.presets import filled, parse_program
-from agent_loops.harness.sandbox_place import MAX_OUTPUT_BYTES, sandbox_place
+from agent_loops.harness.sandbox_place import MAX_OUTPUT_BYTES, SandboxPlace, sandbox_place
 from agent_loops.harness.scoring import Scorer
 from agent_loops.openai_agent import OpenAIAgentLoop
 from agent_loops.sandboxes import Sandboxes
@@ -114,6 +114,10 @@ class HarnessLoop(OpenAIAgentLoop):
         super().__init__(command=settings.whole_command, nonzero_exit=nonzero_exit, **serving)
         self._source = Source(workspace)
         self._scorer = None if score is None else Scorer(score)
+        if self._sandboxes is None and self._scorer is not None and self._scorer.is_fresh:
+            raise ConfigError(
+                "rollout.agent_loop_args: score: fresh goes with sandbox: it is scored in a new one"
+            )
         self._server = ForkServer(settings) if settings.imports else None
 
     def _make_sandboxes(
@@ -195,7 +199,7 @@ class HarnessLoop(OpenAIAgentLoop):
                 session.status = "scoring the workspace"
                 parts = {"reward": 0.0}
                 if self._scorer is not None and reason != "failed":
-                    parts = await self._scorer.parts(task, place)
+                    parts = await self._score(self._scorer, task, session, place)
                 notes = {"score": parts, **notes}
                 session.report(**parts)
                 session.share_reward()  # all conversations are rewarded for this report
@@ -211,9 +215,8 @@ class HarnessLoop(OpenAIAgentLoop):
             async with local_place(source, max_bytes=max_bytes, inherit=inherit) as local:
                 yield local
             return
-        image = str(task.metadata.get(self._image_field, "")) if self._image_field else ""
         async with (
-            self._sandboxes.open(session, image=image) as box,
+            self._sandboxes.open(session, image=self._image_of(task)) as box,
             sandbox_place(
                 box,
                 source,
@@ -225,6 +228,19 @@ class HarnessLoop(OpenAIAgentLoop):
             ) as place,
         ):
             yield place
+
+    def _image_of(self, task: Task) -> str:
+        return str(task.metadata.get(self._image_field, "")) if self._image_field else ""
+
+    async def _score(self, scorer: Scorer, task: Task, session: Session, place: Place) -> dict[str, float]:
+        """Return the parts of the reward, from where the program ran or from a new sandbox."""
+        if not scorer.is_fresh:
+            return await scorer.parts(task, place)
+        assert self._sandboxes is not None
+        assert isinstance(place, SandboxPlace)
+        self._sandboxes.end_sandbox(place.box.name)  # the new one may wait for its end: `max_open`
+        async with self._sandboxes.open(session, image=self._image_of(task)) as box:
+            return await scorer.parts(task, await place.moved_to(box))
 
     async def _set_up(self, task: Task, place: Place) -> None:
         if command := self._bounds.setup:

@@ -13,6 +13,7 @@ files below the copy.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import secrets
 import shlex
@@ -63,7 +64,7 @@ class SandboxPlace:
     def __init__(
         self,
         box: ShellSandbox,
-        copy: LocalPlace,
+        here: LocalPlace,
         *,
         workspace: str,
         max_bytes: int,
@@ -75,7 +76,7 @@ class SandboxPlace:
 
         Args:
             box: The sandbox.
-            copy: A folder of this host with the same files.
+            here: A folder of this host with the same files.
             workspace: The folder in the sandbox.
             max_bytes: How large it may become.
             inherit: Names of our variables that programs receive.
@@ -83,9 +84,9 @@ class SandboxPlace:
             root_url: The address of the endpoint inside.
         """
         self.box, self.limit_s, self.root_url = box, limit_s, root_url
-        self._copy, self._max_bytes, self._inherit = copy, max_bytes, inherit
+        self._here, self._max_bytes, self._inherit = here, max_bytes, inherit
         self.workspace, self.home = workspace, f"{ROOT}/home"
-        self.local_workspace = copy.local_workspace
+        self.local_workspace = here.local_workspace
 
     def _environment(self, given: Mapping[str, str], home: str) -> dict[str, str]:
         kept = {name: os.environ[name] for name in self._inherit if name in os.environ}
@@ -140,14 +141,24 @@ class SandboxPlace:
             return Collected(changed=[], diff="", files={})
         await _copy_out(self.box, self.workspace, self.local_workspace, self._max_bytes)
         if any(pattern.startswith("~/") for pattern in patterns):
-            await _copy_out(self.box, self.home, Path(self._copy.home), self._max_bytes)
-        return await self._copy.collect(patterns)
+            await _copy_out(self.box, self.home, Path(self._here.home), self._max_bytes)
+        return await self._here.collect(patterns)
 
     async def is_full(self) -> bool:
         """Implements `Place.is_full`."""
         inside = "" if self.workspace == _WORKSPACE else shlex.quote(f"{self.workspace}/.")
         used = await _run(self.box, f"du -sk {ROOT} {inside} 2>/dev/null || echo 0")
         return sum(int(line.split()[0]) for line in used.splitlines()) << 10 > self._max_bytes
+
+    async def moved_to(self, box: ShellSandbox) -> SandboxPlace:
+        """Return a place in another sandbox, with the workspace as it was collected and nothing else."""
+        archive = self._here.root / "moved.tar"
+        await run_to_end(partial(_pack_again, self.local_workspace, archive))
+        place = copy.copy(self)
+        place.box = box
+        await _run(box, f"mkdir -p {ROOT}/tmp")
+        await place.write_workspace(archive)
+        return place
 
     async def write_workspace(self, archive: Path) -> None:
         """Unpack an archive in place of the workspace in the sandbox."""
@@ -305,14 +316,14 @@ async def sandbox_place(
         else:
             await run_to_end(partial(_pack, workspace, archive))
             await run_to_end(partial(_unpack, archive, workspace, max_bytes))
-        copy = await run_to_end(partial(LocalPlace, local.root, source, max_bytes, ()))
+        here = await run_to_end(partial(LocalPlace, local.root, source, max_bytes, ()))
         root_url = None
         if (listener := await box.listen()) is not None:
             stack.callback(listener.close)
             root_url = await stack.enter_async_context(endpoint.serving_at(listener))
         place = SandboxPlace(
             box,
-            copy,
+            here,
             workspace=inside or _WORKSPACE,
             max_bytes=max_bytes,
             inherit=inherit,
@@ -344,6 +355,24 @@ def _pack(folder: Path, archive: Path) -> None:
             writer.add(path, path.name, filter=plain)
 
 
+def _pack_again(folder: Path, archive: Path) -> None:
+    """Pack a folder that was copied from a sandbox, with the symbolic links that only its archive has.
+
+    A policy has chosen them. They come last and lie in folders, so that nothing is unpacked through them.
+    """
+    _pack(folder, archive)
+    with (
+        tarfile.open(folder.with_suffix(".tar"), "r:") as reader,
+        tarfile.open(archive, "a:", format=tarfile.GNU_FORMAT) as writer,
+    ):
+        for member in reader:
+            path = folder / member.name
+            if member.issym() and path.parent.is_dir() and not path.exists():
+                link = tarfile.TarInfo(member.name)
+                link.type, link.linkname = tarfile.SYMTYPE, member.linkname
+                writer.addfile(link)
+
+
 def _unpack(archive: Path, folder: Path, max_bytes: int) -> None:
     """Replace what is in a folder by the folders and plain files of an archive.
 
@@ -356,14 +385,14 @@ def _unpack(archive: Path, folder: Path, max_bytes: int) -> None:
     try:
         with tarfile.open(archive, "r:") as reader:
             for member in reader:
-                name = PurePosixPath(member.name)
-                if name.is_absolute() or ".." in name.parts:
-                    raise OSError(f"it has the name {member.name[:200]!r}")
+                path = _below(folder, member.name)
                 if (left := left - member.size) < 0:
                     raise OSError(f"it has more than {max_bytes} bytes")
-                path = folder / name
                 if member.isdir():
                     path.mkdir(parents=True, exist_ok=True)
+                elif member.islnk() and (first := _below(folder, member.linkname)).is_file():
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    os.link(first, path)  # another name of a file of the copy
                 elif member.isreg() and (content := reader.extractfile(member)) is not None:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with content, open(path, "wb") as file:
@@ -372,6 +401,13 @@ def _unpack(archive: Path, folder: Path, max_bytes: int) -> None:
                     os.utime(path, (int(member.mtime), int(member.mtime)))
     except (OSError, ValueError, tarfile.TarError) as error:
         raise AgentLoopError(f"the workspace cannot be copied from its sandbox: {error}") from error
+
+
+def _below(folder: Path, name: str) -> Path:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise OSError(f"it has the name {name[:200]!r}")
+    return folder / path
 
 
 def _read_part(archive: Path, number: int) -> bytes:

@@ -42,6 +42,8 @@ class ScoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`module:function`, called with the task and the workspace's path, instead of a command."""
     args: dict[str, Any] = {}
     """Further arguments of the function."""
+    fresh: bool = False
+    """Whether a command runs in a new sandbox of the same image, with a copy of the workspace alone."""
     timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     """A command that takes longer scores 0; a function fails the attempt."""
 
@@ -65,6 +67,12 @@ class Scorer:
             raise ConfigError(f"rollout.agent_loop_args: score: {error}") from error
         if bool(settings.command) == (settings.function is not None):
             raise ConfigError("rollout.agent_loop_args: score: expected either command or function")
+        if settings.fresh and not settings.command:
+            raise ConfigError(
+                "rollout.agent_loop_args: score: fresh goes with a command; a function runs here"
+            )
+        self.is_fresh = settings.fresh
+        """Whether the place must be a new sandbox."""
         self._function: Callable[..., Any] | None = None
         if settings.function is not None:
             self._function = load_object(settings.function, what="score")

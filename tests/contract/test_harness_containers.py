@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from agent_loops.harness import HarnessLoop
-from agent_loops.harness.sandbox_place import _unpack
+from agent_loops.harness.sandbox_place import _pack_again, _unpack
 from agent_loops.sandboxes.settings import parse_backend
 from async_rl.errors import AgentLoopError, ConfigError, SandboxLost
 from async_rl.types import Task
@@ -201,6 +201,52 @@ async def test_a_workspace_of_the_image_has_a_size_and_is_seen_by_a_function(fak
     assert full.session.completion.reported == {"reward": 0.0}
 
 
+TAMPERS = "echo false >a.txt; echo 'echo true' >/bin/show; ask"
+
+
+@pytest.mark.needs("podman")
+@pytest.mark.real
+@pytest.mark.parametrize("inside", ["", "/testbed"])
+async def test_a_program_that_was_tampered_with_does_not_score_in_a_fresh_container(
+    containers: Any, podman_socket: str, tmp_path: Path, inside: str
+) -> None:
+    makes = "mkdir /testbed && echo 'cat a.txt' >/bin/show && chmod +x /bin/show"
+    image = await build_image(podman_socket, f"FROM {IMAGE}\nRUN {makes}\n")
+    containers["backend"]["image"] = image
+    rewards = []
+    for fresh in (False, True):
+        loop = HarnessLoop(
+            shell(TAMPERS),
+            sandbox={**containers, "workspace": inside},
+            score=scored_by(tmp_path, '[ "$(show)" = true ]', fresh=fresh),
+        )
+        async with loop:
+            bench, _ = await attempt(loop, "Hello.")
+        rewards.append(bench.session.completion.reported["reward"])
+    assert rewards == [1.0, 0.0]
+
+
+async def test_a_fresh_container_has_the_workspace_and_nothing_else(fake: Any, tmp_path: Path) -> None:
+    """Its links too, but not what the program has removed; and it waits for no other than its own."""
+    sandbox, machines = fake
+    (folder := machines.image_path("task:1") / "tmp/testbed").mkdir(parents=True)
+    for name in ("a", "removed"):
+        (folder / name).write_text("12345")
+    absent = "[ ! -e removed ] && [ ! -e ../other ] && [ ! -e ../async-rl/home/state ]"
+    loop = HarnessLoop(
+        python(
+            "ask('Hi'); Path('d').mkdir(); os.symlink('../a', 'd/soft'); os.link('a', 'hard')\n"
+            "os.remove('removed'); Path('../other').touch(); Path(os.environ['HOME'], 'state').touch()"
+        ),
+        sandbox={**sandbox, "workspace": "/tmp/testbed", "max_open": 1},
+        score=scored_by(tmp_path, f'[ "$(cat d/soft hard)" = 1234512345 ] && {absent}', fresh=True),
+    )
+    async with loop:
+        bench, _ = await attempt(loop, "Hello.", metadata={"image": "task:1"})
+    assert bench.session.completion.reported == {"reward": 1.0}
+    assert machines.num_made == 2
+
+
 async def test_a_lost_sandbox_fails_the_attempt_and_is_no_score(fake: Any, tmp_path: Path) -> None:
     sandbox, machines = fake
     loop = HarnessLoop(
@@ -283,6 +329,12 @@ async def test_nothing_listens_where_the_process_is_not_that_of_the_container(fa
         pytest.param({"backend": "local"}, {}, "runs single commands", marks=pytest.mark.needs("namespaces")),
         ({"ttl_s": 100}, {}, "ttl_s is 100; expected more than 2100"),
         ({"imagefield": "a"}, {}, "imagefield"),
+        (
+            None,
+            {"program": {"command": ["sh"]}, "score": {"command": ["true"], "fresh": True}},
+            "fresh goes with sandbox",
+        ),
+        ({}, {"score": {"function": f"{__name__}:files_of", "fresh": True}}, "fresh goes with a command"),
         ({"workspace": "testbed"}, {}, "expected a folder of the image"),
         ({"workspace": "/testbed"}, {"workspace": "/tmp"}, "exclude each other"),
         ({}, {"program": {"command": ["python3"], "imports": ["json"]}}, "exclude each other"),
@@ -291,6 +343,22 @@ async def test_nothing_listens_where_the_process_is_not_that_of_the_container(fa
 def test_wrong_arguments_are_refused(sandbox: Any, fields: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         HarnessLoop(**{"program": "codex", "sandbox": sandbox, **fields})
+
+
+def test_links_of_a_policy_lead_nothing_out_of_a_workspace(tmp_path: Path) -> None:
+    """Those that are unpacked first would be passed through by what is unpacked later."""
+    folder = tmp_path / "workspace"
+    with tarfile.open(tmp_path / "workspace.tar", "w") as writer:
+        for name, link in (("./x", "/usr/bin"), ("./x/sh", "/tmp/sh"), ("./y", "/usr/bin"), ("./z", "/z")):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, link
+            writer.addfile(member)
+        writer.addfile(tarfile.TarInfo("./y/sh"))
+    _unpack(tmp_path / "workspace.tar", folder, 1 << 20)
+    _pack_again(folder, tmp_path / "moved.tar")
+    with tarfile.open(tmp_path / "moved.tar") as reader:
+        names = [member.name for member in reader]
+    assert names == ["y", "y/sh", "./x", "./z"]
 
 
 def test_what_comes_back_makes_only_plain_files_below_the_copy(tmp_path: Path) -> None:
@@ -307,9 +375,9 @@ def test_what_comes_back_makes_only_plain_files_below_the_copy(tmp_path: Path) -
     outside.mkdir()
     link = ("./a", tarfile.SYMTYPE, str(outside))
     assert unpacked(link, ("./a/b", tarfile.REGTYPE, "")) == ["a", "a/b"]
-    hard = ("a", tarfile.LNKTYPE, "/etc/passwd")
-    assert unpacked(hard, ("b", tarfile.FIFOTYPE, ""), ("c", tarfile.CHRTYPE, "")) == []
-    for name in ("/etc/x", "../x", "a/../../x"):
-        with pytest.raises(AgentLoopError, match="cannot be copied"):
-            unpacked((name, tarfile.REGTYPE, ""))
+    assert unpacked(("b", tarfile.FIFOTYPE, ""), ("c", tarfile.CHRTYPE, "")) == []
+    for name in ("/etc/passwd", "../archive", "a/../../x"):
+        for member in ((name, tarfile.REGTYPE, ""), ("a", tarfile.LNKTYPE, name)):
+            with pytest.raises(AgentLoopError, match="cannot be copied"):
+                unpacked(member)
     assert list(outside.iterdir()) == []

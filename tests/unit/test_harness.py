@@ -394,7 +394,7 @@ def test_the_guides_configs_are_accepted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(root)
     monkeypatch.setattr("shutil.which", lambda name, **_: PYTHON)  # no program has to be installed
     blocks = re.findall(r"```yaml\n(.*?)```", (root / "docs/guide/harness.md").read_text(), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in (*blocks, (root / "examples/repair/config.yaml").read_text()):
         rollout = yaml.safe_load(block)["rollout"]
         assert rollout["agent_loop"] == "agent_loops.harness:HarnessLoop"
