@@ -514,7 +514,7 @@ def _environment(limits: Limits) -> dict[str, str]:
     """Return a minimal environment without our variables."""
     home = {"HOME": "/scratch", "TMPDIR": "/scratch"} if limits.isolation == "namespaces" else {}
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # else one thread for each core
-    return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **home}
+    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", **threads, **home}
 
 
 def check_isolation(limits: Limits, *, processes: bool = False) -> None:

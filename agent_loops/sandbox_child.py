@@ -111,7 +111,7 @@ SETUP_FAILED = 97
 NEW_ROOT = "/tmp"
 """Where the new root is mounted; any folder works, because only this process sees it."""
 SCRATCH = "/scratch"
-"""The only writable folder inside; `/tmp` is a link to it."""
+"""The working folder; `/tmp` is a link to it. Where processes are not allowed, it alone is writable."""
 SYSTEM_FOLDERS = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
@@ -191,7 +191,10 @@ def enter_namespaces(libc: CDLL, settings: dict[str, Any]) -> bool:
 
 
 def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
-    """Switch to a new root with what Python needs, read-only, and a scratch folder of limited size."""
+    """Switch to a new root with what Python needs, read-only, and a scratch folder of limited size.
+
+    Where processes are allowed, the root itself is writable too, within the same size.
+    """
     # The folders made here lead to files of the interpreter, which programs read as another user.
     os.umask(0o022)
 
@@ -204,10 +207,12 @@ def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
     shown = dict.fromkeys(
         path for path in (*SYSTEM_FOLDERS, *settings["read_only"], *DEVICES) if os.path.exists(path)
     )
-    # By descriptor, because the new root is mounted over a folder that may contain them.
-    opened = {path: os.open(path, os.O_PATH) for path in shown if not os.path.islink(path)}
-    links = {path: os.readlink(path) for path in shown if os.path.islink(path)}
-    mount("none", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=64k,nr_inodes=4096")
+    # By descriptor, because the new root is mounted over a folder that may contain them. What is a link here
+    # is a mount there, which no program can replace.
+    opened = {path: os.open(path, os.O_PATH) for path in shown}
+    size = f"size={settings['scratch_bytes']},nr_inodes=4096"
+    of_root = f"mode=1777,{size}" if settings["processes"] else "mode=755,size=64k,nr_inodes=4096"
+    mount("none", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, of_root)
     for path, descriptor in opened.items():
         if os.fstat(descriptor).st_mode & 0o170000 == 0o040000:  # a folder
             os.makedirs(NEW_ROOT + path, exist_ok=True)
@@ -216,8 +221,6 @@ def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
             os.close(os.open(NEW_ROOT + path, os.O_CREAT, 0o600))
         mount(f"/proc/self/fd/{descriptor}", NEW_ROOT + path, None, MS_BIND | MS_REC)
         os.close(descriptor)
-    for path, target in links.items():
-        os.symlink(target, NEW_ROOT + path)
     os.mkdir(NEW_ROOT + SCRATCH)
     if not os.path.lexists(NEW_ROOT + "/tmp"):
         os.symlink(SCRATCH, NEW_ROOT + "/tmp")
@@ -225,9 +228,15 @@ def change_root(libc: CDLL, settings: dict[str, Any]) -> None:
     check(libc.syscall(REFUSED["pivot_root"][MACHINES[os.uname().machine][1]], b".", b"."), "pivot_root")
     check(libc.umount2(b".", MNT_DETACH), "leaving the host's files")
     os.chdir("/")
-    set_attributes(libc, "/", ATTR_RDONLY | ATTR_NOSUID)
-    size = settings["scratch_bytes"]
-    mount("none", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,size={size},nr_inodes=4096")
+    if settings["processes"]:  # new folders may be made beside what is shown
+        for top in {"/" + path.split("/")[1] for path in shown}:
+            mount(top, top, None, MS_BIND | MS_REC)
+            set_attributes(libc, top, ATTR_RDONLY | ATTR_NOSUID)
+        os.chmod(SCRATCH, 0o1777)
+        mount(SCRATCH, SCRATCH, None, MS_BIND)
+    else:
+        set_attributes(libc, "/", ATTR_RDONLY | ATTR_NOSUID)
+        mount("none", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=1777,{size}")
     os.chdir(SCRATCH)
 
 

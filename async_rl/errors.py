@@ -206,6 +206,12 @@ class AgentLoopError(RolloutError):
     failure_kind: FailureKind = "agent_wrong"
 
 
+class NotScored(AgentLoopError):
+    """What scores an attempt inside its agent loop did not work, whatever the agent did."""
+
+    failure_kind: FailureKind = "other"
+
+
 class TimeOver(AgentLoopError):
     """An attempt ran past its time."""
 

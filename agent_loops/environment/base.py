@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
 from types import ModuleType
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import msgspec
 
@@ -68,6 +69,13 @@ class Environment(ABC):
 
     timeout_s: float = 30.0
     """The longest reset or step: `rollout.tool_timeout_s`, which the loop sets before `reset`."""
+
+    shared: Any = None
+    """What `make_shared` has returned for the run, which the loop sets before `reset`."""
+
+    def make_shared(self) -> AbstractAsyncContextManager[Any] | None:
+        """Return what all episodes of a process share; the loop enters it as long as the run lasts."""
+        return None
 
     @abstractmethod
     async def reset(self, task: Task) -> Observation:

@@ -14,6 +14,7 @@ r"""Task folders of Harbor: a shell in which the policy works, and a test script
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import os
@@ -21,28 +22,29 @@ import re
 import shlex
 import tarfile
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, Final
 
 import msgspec
 
 from agent_loops.environment.base import Environment, Observation
-from agent_loops.environment.local_shell import CommandResult, LocalShell, TaskShell
-from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady
-from async_rl.runtime.loading import load_object
+from agent_loops.sandboxes import ExecResult, Sandboxes, ShellSandbox
+from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, NotScored, ToolError
 from async_rl.runtime.reward_values import reward_value
 from async_rl.types import Task
 
 _TESTS: Final = "/tests"
 _LOGS: Final = "/logs/verifier"
 _REWARD_FILES: Final = (f"{_LOGS}/reward.json", f"{_LOGS}/reward.txt")
-_MAX_REWARD_BYTES: Final = 1 << 16
+_MAX_OUTPUT_BYTES: Final = 1 << 20
+"""How much is kept of the output of a command."""
 _FILES_S: Final = 60.0
 """The time limit of our own commands, which only touch a few files."""
 _BLOCK: Final = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
 _VARIABLE: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-_IGNORED: Final = ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "FROM", "SHELL", "STOPSIGNAL")
+_IGNORED: Final = ("CMD", "ENTRYPOINT", "EXPOSE", "LABEL", "SHELL", "STOPSIGNAL")
 """Instructions of a Dockerfile that change no file that a command sees."""
 
 
@@ -91,9 +93,14 @@ class HarborTask(msgspec.Struct, frozen=True):
 
 
 class Image(msgspec.Struct, frozen=True):
-    """What a Dockerfile sets up, as far as it only copies files."""
+    """What the environment of a task starts from, and what is put on top of it."""
 
-    workdir: str = "/"
+    name: str = ""
+    """An image of the backend; empty is its own."""
+    is_built: bool = False
+    """Whether the backend has to build it of `environment/`."""
+    workdir: str = ""
+    """The absolute path of the working folder; empty is the image's."""
     env: dict[str, str] = {}
     copies: tuple[tuple[str, str], ...] = ()
     """Pairs of a path below `environment/` and its absolute target."""
@@ -108,44 +115,57 @@ class HarborEnvironment(Environment):
     recorded beside `reward`.
 
     Args:
-        sandbox: `module:Class` of a `TaskShell`, made with the task folder, its `HarborTask` and `Image`. The
-            default runs commands on this host, isolated from its files and network, and refuses a task
-            whose Dockerfile does more than copy files and set variables.
+        sandbox: Where commands run: the arguments of `agent_loops.sandboxes.Sandboxes`. The default is local:
+            a task is refused there if its Dockerfile does more than copy files and set variables.
+        keep_processes: Whether what the policy has started runs on while the tests run, for tasks whose tests
+            look for it. It may forge the reward.
         max_output_chars: The most characters of a command's output that the policy reads.
     """
 
     bounds_steps: ClassVar[bool] = True
 
     def __init__(
-        self, sandbox: str = "agent_loops.environment.harbor:host_shell", max_output_chars: int = 8192
+        self,
+        sandbox: Mapping[str, Any] | None = None,
+        keep_processes: bool = False,
+        max_output_chars: int = 8192,
     ) -> None:
-        self._new_shell: Callable[[Path, HarborTask, Image], TaskShell] = load_object(sandbox, what="sandbox")
-        self._is_local = self._new_shell is host_shell
         if max_output_chars < 1:
             raise ConfigError(f"rollout.agent_loop_args: max_output_chars is {max_output_chars}")
+        self._sandbox = sandbox or {}
+        self._keep_processes = keep_processes
         self._max_output_chars = max_output_chars
-        self._shell: TaskShell | None = None
+        self._stack = AsyncExitStack()
+
+    def make_shared(self) -> Sandboxes:
+        """Implements `Environment.make_shared`.
+
+        Raises:
+            ConfigError: There is no such argument or backend.
+            EnvironmentNotReady: This machine does not allow the isolation of local sandboxes.
+        """
+        try:
+            return Sandboxes(**{"max_output_bytes": _MAX_OUTPUT_BYTES, **self._sandbox})
+        except TypeError as error:
+            raise ConfigError(f"rollout.agent_loop_args: sandbox: {error}") from error
 
     async def reset(self, task: Task) -> Observation:
         """Implements `Environment.reset`."""
         folder = task.metadata.get("folder")
         if not isinstance(folder, str):
             raise AgentLoopError(f"task {task.task_id} has no folder; expected the path of a Harbor task")
-        self._folder = Path(folder)
-        self._task, self._image, instruction, files = await asyncio.to_thread(self._read_folder)
-        self._shell = self._new_shell(self._folder, self._task, self._image)
-        await self._shell.start()
-        if self._is_local:
-            await self._shell.unpack(files, "/")
+        self._folder, sandboxes = Path(folder), self.shared
+        self._task = await asyncio.to_thread(HarborTask.read, self._folder)
+        kinds = {"has_images": sandboxes.has_images, "builds_images": sandboxes.builds_images}
+        self._image = image = await asyncio.to_thread(read_image, self._folder, self._task, **kinds)
+        instruction = await asyncio.to_thread((self._folder / "instruction.md").read_text, "utf-8")
+        source = self._folder / "environment"
+        if image.is_built:
+            await sandboxes.build_image(image.name, await asyncio.to_thread(packed, [(source, "/")]))
+        self._box: ShellSandbox = await self._stack.enter_async_context(sandboxes.open(image=image.name))
+        await self._unpack([(source / path, target) for path, target in image.copies])
         self._begun_s = asyncio.get_running_loop().time()
-        return Observation(text=instruction)
-
-    def _read_folder(self) -> tuple[HarborTask, Image, str, bytes]:
-        task = HarborTask.read(self._folder)
-        image = read_image(self._folder, task) if self._is_local else Image()
-        instruction = (self._folder / "instruction.md").read_text(encoding="utf-8").strip()
-        places = [(self._folder / "environment" / source, target) for source, target in image.copies]
-        return task, image, instruction, packed(places)
+        return Observation(text=instruction.strip())
 
     async def step(self, action: str) -> Observation:
         """Implements `Environment.step`."""
@@ -155,7 +175,10 @@ class HarborEnvironment(Environment):
         limit_s = self._task.agent.timeout_sec
         if limit_s is not None and asyncio.get_running_loop().time() - self._begun_s > limit_s:
             return await self._scored(truncated=True)
-        result = await self._run(blocks[-1], self._task.environment.env, self.timeout_s)
+        try:
+            result = await self._run(blocks[-1], self._task.environment.env, self.timeout_s)
+        except ToolError as error:  # it is too long
+            return Observation(text=str(error), is_invalid=True)
         return Observation(text=self._told(result))
 
     async def finish(self) -> Observation:
@@ -164,16 +187,26 @@ class HarborEnvironment(Environment):
 
     async def close(self) -> None:
         """Implements `Environment.close`."""
-        if self._shell is not None:
-            await self._shell.close()
+        await self._stack.aclose()
 
-    async def _run(self, command: str, env: Mapping[str, str], limit_s: float) -> CommandResult:
-        assert self._shell is not None
-        variables = {name: resolved(value) for name, value in env.items()}
-        return await self._shell.run_command(command, env=self._image.env | variables, limit_s=limit_s)
+    async def _run(self, command: str, env: Mapping[str, str], limit_s: float) -> ExecResult:
+        """Run a command by bash, where there is one, in the working folder; both outputs are one."""
+        variables = self._image.env | {name: resolved(value) for name, value in env.items()}
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        if self._image.workdir:
+            folder = shlex.quote(self._image.workdir)
+            lines.append(f"mkdir -p {folder} && cd {folder} || exit")
+        lines.append(f'exec "$(command -v bash || echo sh)" -c {shlex.quote(command)} 2>&1')
+        return await self._box.exec("\n".join(lines), timeout_s=limit_s)
 
-    def _told(self, result: CommandResult) -> str:
-        output = result.output.decode(errors="replace")
+    async def _unpack(self, places: list[tuple[Path, str]]) -> None:
+        archive = await asyncio.to_thread(packed, places)
+        result = await self._box.exec("tar -xpof - -C /", timeout_s=_FILES_S, stdin=archive)
+        if result.exit_code:
+            raise AgentLoopError(f"files cannot be unpacked: {result.stderr[-300:]}")
+
+    def _told(self, result: ExecResult) -> str:
+        output = result.stdout
         if (excess := len(output) - self._max_output_chars) > 0:
             half = self._max_output_chars // 2
             output = f"{output[:half]}\n… {excess} characters …\n{output[-half:]}"
@@ -186,85 +219,124 @@ class HarborEnvironment(Environment):
         """Run the tests, and read the reward that they write.
 
         Raises:
-            AgentLoopError: They write none: a fault of the task or the sandbox, and no reward of 0.
+            NotScored: They write none: a fault of the task or the sandbox, and no reward of 0.
         """
-        assert self._shell is not None
-        tests = await asyncio.to_thread(packed, [(self._folder / "tests", _TESTS)])
+        if not self._keep_processes:
+            with suppress(NotImplementedError):  # at services
+                await self._box.end_processes()
         await self._run(f"rm -rf {_TESTS} {' '.join(_REWARD_FILES)}; mkdir -p {_LOGS}", {}, _FILES_S)
-        await self._shell.unpack(tests, "/")
+        await self._unpack([(self._folder / "tests", _TESTS)])
         verifier = self._task.verifier
         command = f"chmod +x {_TESTS}/test.sh && {_TESTS}/test.sh > {_LOGS}/test-stdout.txt 2>&1"
         ran = await self._run(command, self._task.environment.env | verifier.env, verifier.timeout_sec)
         for path in _REWARD_FILES:
-            read = await self._run(f"head -c {_MAX_REWARD_BYTES} {shlex.quote(path)}", {}, _FILES_S)
-            if read.exit_code == 0:
-                parts = read_rewards(read.output, path)
+            with suppress(OSError):
+                parts = read_rewards(await self._box.read_file(path), path)
                 reward = parts.pop("reward")
                 return Observation(reward=reward, parts=parts, terminated=terminated, truncated=truncated)
         log = await self._run(f"tail -c 500 {_LOGS}/test-stdout.txt", {}, _FILES_S)
         how = "ran past verifier.timeout_sec" if ran.timed_out else f"ended with {ran.exit_code}"
-        raise AgentLoopError(
+        raise NotScored(
             f"harbor task {self._folder}: tests/test.sh {how} and wrote neither "
-            f"{' nor '.join(_REWARD_FILES)}; its output ends: {log.output.decode(errors='replace').strip()}"
+            f"{' nor '.join(_REWARD_FILES)}; its output ends: {log.stdout.strip()}"
         )
 
 
-def host_shell(folder: Path, task: HarborTask, image: Image) -> TaskShell:
-    """Return the default sandbox: commands on this host."""
-    return LocalShell(task.environment.workdir or image.workdir, memory_mb=task.environment.memory_mb)
+class _NeedsImage(Exception):
+    """A task needs an image; the message says why."""
 
 
-def read_image(folder: Path, task: HarborTask) -> Image:
-    """Return what the environment of a task sets up on top of this host's programs.
+def read_image(
+    folder: Path, task: HarborTask, *, has_images: bool = False, builds_images: bool = False
+) -> Image:
+    """Return what the environment of a task starts from.
+
+    Args:
+        folder: The task's folder.
+        task: Its `task.toml`.
+        has_images: Whether sandboxes start from images; else they have the programs of this host.
+        builds_images: Whether their backend builds images.
 
     Raises:
-        EnvironmentNotReady: It needs a container.
+        EnvironmentNotReady: The backend has no such environment.
     """
-
-    def refuse(why: str) -> EnvironmentNotReady:
-        return EnvironmentNotReady(
-            f"harbor task {folder} needs a container: {why}. Name a sandbox that starts containers in "
-            "rollout.agent_loop_args, `sandbox: module:Class`, or leave the task out"
-        )
-
     environment, source = task.environment, folder / "environment"
+    is_separate = task.verifier.environment is not None or task.verifier.environment_mode == "separate"
+    has_file = (source / "Dockerfile").is_file()
     for is_there, why in (
         (environment.os != "linux", f"its system is {environment.os}"),
         (bool(environment.gpus), "it asks for GPUs"),
-        (environment.docker_image is not None, f"its image is {environment.docker_image}"),
         (any(source.glob("*compose.y*ml")), "it has a compose file"),
-        (task.verifier.environment is not None, "its verifier has an environment of its own"),
-        (task.verifier.environment_mode == "separate", "its verifier has an environment of its own"),
-        (not (source / "Dockerfile").is_file(), "it has no Dockerfile"),
+        (is_separate, "its verifier has an environment of its own"),
+        (environment.docker_image is None and not has_file, "it has neither an image nor a Dockerfile"),
     ):
         if is_there:
-            raise refuse(why)
-    workdir, env, copies = "/", dict[str, str](), list[tuple[str, str]]()
+            raise EnvironmentNotReady(f"harbor task {folder} cannot be run: {why}. Leave the task out")
+    try:
+        if environment.docker_image is None:
+            image = _read_dockerfile(source, has_images=has_images)
+        elif has_images:
+            image = Image(name=environment.docker_image)
+        else:
+            raise _NeedsImage(f"its image is {environment.docker_image}")
+    except _NeedsImage as why:
+        if not builds_images:
+            raise EnvironmentNotReady(
+                f"harbor task {folder} needs a container engine: {why}. Name one in rollout.agent_loop_args, "
+                "`sandbox: {backend: {kind: containers}}`, or leave the task out"
+            ) from None
+        image = Image(name=f"async-rl-harbor:{_digest(source)}", is_built=True)
+    return msgspec.structs.replace(image, workdir=environment.workdir or image.workdir)
+
+
+def _read_dockerfile(source: Path, *, has_images: bool) -> Image:
+    """Return what a Dockerfile sets up if it only copies files and sets variables.
+
+    Raises:
+        _NeedsImage: It does more.
+    """
+    base, workdir, env, copies = "", "" if has_images else "/", dict[str, str](), list[tuple[str, str]]()
     text = re.sub(r"\\\n", " ", (source / "Dockerfile").read_text(encoding="utf-8"))
     for line in filter(None, map(str.strip, text.splitlines())):
         name, _, rest = line.partition(" ")
-        name, words = name.upper(), shlex.split(rest, comments=False) if "[" not in rest else []
+        name, words = name.upper(), list[str]()
         if line.startswith("#") or name in _IGNORED:
             continue
-        if name == "WORKDIR" and words:
+        if name in ("FROM", "WORKDIR", "ENV", "COPY") and not re.search(r"[\[$]|^--", rest):
+            words = shlex.split(rest)
+        if name == "FROM" and words and not base:
+            base = words[0]
+        elif name == "WORKDIR" and words:
             workdir = str(PurePosixPath(workdir, words[0]))
         elif name == "ENV" and words and all("=" in word for word in words):
             env |= dict(word.split("=", 1) for word in words)
-        elif name == "COPY" and len(words) == 2 and not words[0].startswith("--"):
+        elif name == "COPY" and len(words) == 2:
             target = PurePosixPath(workdir, words[1])
             if words[1].endswith(("/", ".")) and not (source / words[0]).is_dir():
                 target /= PurePosixPath(words[0]).name
             copies.append((words[0], str(target)))
         else:
-            raise refuse(f"its Dockerfile has `{line[:80]}`")
+            raise _NeedsImage(f"its Dockerfile has `{line[:80]}`")
     for path, _ in copies:
         if not (source / path).resolve().is_relative_to(source.resolve()) or not (source / path).exists():
-            raise refuse(f"its Dockerfile copies {path!r}, which is not in {source}")
-    return Image(workdir=workdir, env=env, copies=tuple(copies))
+            raise _NeedsImage(f"its Dockerfile copies {path!r}, which is not in {source}")
+    if any(not path.startswith("/") for path in (workdir, *(target for _, target in copies)) if path):
+        raise _NeedsImage("its Dockerfile has paths that are relative to the WORKDIR of its image")
+    return Image(name=base if has_images else "", workdir=workdir, env=env, copies=tuple(copies))
+
+
+def _digest(source: Path) -> str:
+    """Return a name for the content of a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(source.rglob("*")):
+        content = path.read_bytes() if path.is_file() else b""
+        facts = (str(path.relative_to(source)), path.lstat().st_mode, len(content))
+        digest.update(repr(facts).encode() + content)
+    return digest.hexdigest()[:16]
 
 
 def packed(places: list[tuple[Path, str]]) -> bytes:
-    """Return files and folders as a tar archive, at their absolute targets, owned by root."""
+    """Return files, and what is in folders, as a tar archive at their absolute targets, owned by root."""
 
     def owned(member: tarfile.TarInfo) -> tarfile.TarInfo:
         member.uid = member.gid = 0
@@ -274,7 +346,10 @@ def packed(places: list[tuple[Path, str]]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for source, target in places:
-            archive.add(source, arcname=target.lstrip("/") or ".", filter=owned)
+            # Without the folder itself, whose mode there stays as it is.
+            for path in sorted(source.iterdir()) if source.is_dir() else [source]:
+                name = PurePosixPath(target, path.relative_to(source))
+                archive.add(path, arcname=str(name).lstrip("/"), filter=owned)
     return buffer.getvalue()
 
 
@@ -282,7 +357,7 @@ def read_rewards(content: bytes, path: str) -> dict[str, float]:
     """Return the rewards of a reward file, among them `reward`: that of the name, or the only one.
 
     Raises:
-        AgentLoopError: The file holds something else than finite numbers, or several without a `reward`.
+        NotScored: The file holds something else than finite numbers, or several without a `reward`.
 
     Example:
         >>> read_rewards(b"1", "reward.txt")
@@ -294,11 +369,11 @@ def read_rewards(content: bytes, path: str) -> dict[str, float]:
         given = json.loads(content) if path.endswith(".json") else float(content)
         rewards = given if isinstance(given, dict) else {"reward": given}
     except ValueError as error:
-        raise AgentLoopError(f"{path} has {content[:100]!r}; expected a number or a JSON object") from error
+        raise NotScored(f"{path} has {content[:100]!r}; expected a number or a JSON object") from error
     values = {name: reward_value(value) for name, value in rewards.items()}
     known = {name: value for name, value in values.items() if value is not None}
     if len(known) < len(values) or ("reward" not in known and len(known) != 1):
-        raise AgentLoopError(
+        raise NotScored(
             f"{path} has {given!r:.200}; expected finite numbers, of which one is called reward or alone"
         )
     return {**known, "reward": known.get("reward", next(iter(known.values())))}

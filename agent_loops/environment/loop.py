@@ -68,6 +68,7 @@ class EnvironmentLoop(AgentLoop):
             )
         self._driver = made if isinstance(made, AgentLoop) else None
         """The loop of an environment that drives the policy."""
+        self._shared = made.make_shared() if isinstance(made, Environment) else made
         self.fixed_port = getattr(self._driver, "fixed_port", 0)
         if self._driver is not None and (max_turns != _MAX_TURNS or stop):
             raise ConfigError(
@@ -76,14 +77,14 @@ class EnvironmentLoop(AgentLoop):
             )
 
     async def __aenter__(self) -> Self:
-        """Enter the loop of an environment that drives the policy."""
-        if isinstance(self._driver, AbstractAsyncContextManager):
-            await self._driver.__aenter__()
+        """Enter what episodes share, or the loop of an environment that drives the policy."""
+        if isinstance(self._shared, AbstractAsyncContextManager):
+            await self._shared.__aenter__()
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        if isinstance(self._driver, AbstractAsyncContextManager):
-            await self._driver.__aexit__(*error)
+    async def __aexit__(self, *error: Any) -> None:
+        if isinstance(self._shared, AbstractAsyncContextManager):
+            await self._shared.__aexit__(*error)
 
     def check(self, chat_template: str) -> list[str]:
         """Return the findings for `async-rl check`."""
@@ -96,7 +97,9 @@ class EnvironmentLoop(AgentLoop):
         """Implements `AgentLoop.run`."""
         if self._driver is not None:
             return await self._driver.run(task, session)
-        episode = _Episode(self._name, self._made(), session)
+        environment = self._made()
+        environment.shared = self._shared
+        episode = _Episode(self._name, environment, session)
         try:
             return await self._play(episode, task, session)
         finally:

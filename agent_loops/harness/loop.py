@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from agent_loops.agent_program import AgentProgram, ChildProcess, Start, endpoin
 from agent_loops.harness.forking import ForkServer
 from agent_loops.harness.place import Collected, Place, Source, local_place
 from agent_loops.harness.presets import filled, parse_program
-from agent_loops.harness.sandbox_place import MAX_OUTPUT_BYTES, sandbox_place
+from agent_loops.harness.sandbox_place import MAX_OUTPUT_BYTES, SandboxPlace, sandbox_place
 from agent_loops.harness.scoring import Scorer
 from agent_loops.openai_agent import OpenAIAgentLoop
 from agent_loops.sandboxes import Sandboxes
@@ -54,8 +55,9 @@ class HarnessLoop(OpenAIAgentLoop):
             metadata may name one of these below it as `workspace`. Without it the workspace is empty.
         setup: A command that prepares the workspace before the program; if it fails, so does the attempt.
         sandbox: Where all of an attempt runs instead of a folder of this host: the arguments of
-            `agent_loops.sandboxes.Sandboxes`, with a backend that runs agents, and `image_field`, the field
-            of a task's metadata that names its image.
+            `agent_loops.sandboxes.Sandboxes`, with a backend that runs agents; `image_field`, the field of a
+            task's metadata that names its image; and `workspace`, a folder of the image, such as `/testbed`,
+            in which the program starts instead of in a copy.
         score: How the workspace is scored: the fields of `scoring.ScoreSettings`, or `module:function`.
         timeout_s: The program is ended after this time, and what it has left is scored.
         setup_timeout_s: The longest time of the setup.
@@ -99,16 +101,31 @@ class HarnessLoop(OpenAIAgentLoop):
         except msgspec.ValidationError as error:
             raise ConfigError(f"rollout.agent_loop_args: {error}") from error
         self._sandboxes: Sandboxes | None = None
+        self._inside = ""
+        """A folder of the image that is the workspace."""
         if sandbox is not None:
             self._sandboxes = self._make_sandboxes(**sandbox)
             self._runs_here = False
+        if self._inside and workspace is not None:
+            raise ConfigError(
+                "rollout.agent_loop_args: workspace and sandbox.workspace exclude each other: one is copied "
+                "into the sandbox, the other one is a folder of its image"
+            )
         super().__init__(command=settings.whole_command, nonzero_exit=nonzero_exit, **serving)
         self._source = Source(workspace)
         self._scorer = None if score is None else Scorer(score)
+        if self._sandboxes is None and self._scorer is not None and self._scorer.is_fresh:
+            raise ConfigError(
+                "rollout.agent_loop_args: score: fresh goes with sandbox: it is scored in a new one"
+            )
         self._server = ForkServer(settings) if settings.imports else None
 
     def _make_sandboxes(
-        self, backend: str | Mapping[str, Any] = "containers", image_field: str = "", **options: Any
+        self,
+        backend: str | Mapping[str, Any] = "containers",
+        image_field: str = "",
+        workspace: str = "",
+        **options: Any,
     ) -> Sandboxes:
         try:
             sandboxes = Sandboxes(backend, max_output_bytes=MAX_OUTPUT_BYTES, **options)
@@ -130,7 +147,12 @@ class HarnessLoop(OpenAIAgentLoop):
                 f"rollout.agent_loop_args: sandbox: ttl_s is {sandboxes.ttl_s:g}; expected more than "
                 f"{needed_s:g}, the sum of setup_timeout_s and timeout_s"
             )
-        self._image_field = image_field
+        if workspace and not re.fullmatch("(/[^/]+)+", workspace):
+            raise ConfigError(
+                f"rollout.agent_loop_args: sandbox: workspace is {workspace!r}; expected a folder of the "
+                "image, such as /testbed"
+            )
+        self._image_field, self._inside = image_field, workspace
         return sandboxes
 
     async def __aenter__(self) -> Self:
@@ -177,7 +199,7 @@ class HarnessLoop(OpenAIAgentLoop):
                 session.status = "scoring the workspace"
                 parts = {"reward": 0.0}
                 if self._scorer is not None and reason != "failed":
-                    parts = await self._scorer.parts(task, place)
+                    parts = await self._score(self._scorer, task, session, place)
                 notes = {"score": parts, **notes}
                 session.report(**parts)
                 session.share_reward()  # all conversations are rewarded for this report
@@ -193,19 +215,32 @@ class HarnessLoop(OpenAIAgentLoop):
             async with local_place(source, max_bytes=max_bytes, inherit=inherit) as local:
                 yield local
             return
-        image = str(task.metadata.get(self._image_field, "")) if self._image_field else ""
         async with (
-            self._sandboxes.open(session, image=image) as box,
+            self._sandboxes.open(session, image=self._image_of(task)) as box,
             sandbox_place(
                 box,
                 source,
                 self.endpoint,
+                inside=self._inside,
                 max_bytes=max_bytes,
                 limit_s=self._sandboxes.ttl_s,
                 inherit=inherit,
             ) as place,
         ):
             yield place
+
+    def _image_of(self, task: Task) -> str:
+        return str(task.metadata.get(self._image_field, "")) if self._image_field else ""
+
+    async def _score(self, scorer: Scorer, task: Task, session: Session, place: Place) -> dict[str, float]:
+        """Return the parts of the reward, from where the program ran or from a new sandbox."""
+        if not scorer.is_fresh:
+            return await scorer.parts(task, place)
+        assert self._sandboxes is not None
+        assert isinstance(place, SandboxPlace)
+        self._sandboxes.end_sandbox(place.box.name)  # the new one may wait for its end: `max_open`
+        async with self._sandboxes.open(session, image=self._image_of(task)) as box:
+            return await scorer.parts(task, await place.moved_to(box))
 
     async def _set_up(self, task: Task, place: Place) -> None:
         if command := self._bounds.setup:

@@ -74,7 +74,7 @@ class Place(Protocol):
     """The folder in which programs start, as they see it."""
     home: str
     local_workspace: Path
-    """A folder of this host with its files, as they were when the place was made, or last collected."""
+    """A folder of this host with its files, at the latest as they were last collected."""
     root_url: str | None
     """The address of the endpoint as programs there see it; None is that of this host."""
 

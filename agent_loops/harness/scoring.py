@@ -14,7 +14,7 @@ from msgspec import Meta
 from agent_loops.agent_program import NEEDS_FAILED, Program
 from agent_loops.harness.place import Place
 from agent_loops.rewards_code import code_tests
-from async_rl.errors import AgentLoopError, ConfigError
+from async_rl.errors import AgentLoopError, ConfigError, NotScored
 from async_rl.runtime.loading import load_object
 from async_rl.runtime.serving_clock import serving_timeout
 from async_rl.runtime.threads import call_in_thread
@@ -40,6 +40,8 @@ class ScoreSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """`module:function`, called with the task and the workspace's path, instead of a command."""
     args: dict[str, Any] = {}
     """Further arguments of the function."""
+    fresh: bool = False
+    """Whether a command runs in a new sandbox of the same image, with a copy of the workspace alone."""
     timeout_s: Annotated[float, Meta(gt=0)] = 120.0
     """A command that takes longer scores 0; a function fails the attempt."""
 
@@ -63,6 +65,12 @@ class Scorer:
             raise ConfigError(f"rollout.agent_loop_args: score: {error}") from error
         if bool(settings.command) == (settings.function is not None):
             raise ConfigError("rollout.agent_loop_args: score: expected either command or function")
+        if settings.fresh and not settings.command:
+            raise ConfigError(
+                "rollout.agent_loop_args: score: fresh goes with a command; a function runs here"
+            )
+        self.is_fresh = settings.fresh
+        """Whether the place must be a new sandbox."""
         self._function: Callable[..., Any] | None = None
         if settings.function is not None:
             self._function = load_object(settings.function, what="score")
@@ -72,7 +80,7 @@ class Scorer:
         """Return the reward and its parts.
 
         Raises:
-            AgentLoopError: The workspace could not be scored, so that any score would be wrong.
+            NotScored: The workspace could not be scored, so that any score would be wrong.
         """
         if self._function is not None:
             return await self._parts_of_function(self._function, task, place)
@@ -80,23 +88,26 @@ class Scorer:
         folder = await place.make_folder("score")
         await place.write_files(self._files, folder)
         file = f"{await place.make_folder('result')}/score"
-        program = await place.run_command(
-            [word.replace("{files}", folder) for word in settings.command],
-            environment={"SCORE_FILE": file, "WORKSPACE": place.workspace},
-            stdin=msgspec.json.encode(
-                {"id": task.task_id, "answer": task.answer, "metadata": task.metadata}, enc_hook=str
-            ),
-            limit_s=settings.timeout_s,
-        )
+        try:
+            program = await place.run_command(
+                [word.replace("{files}", folder) for word in settings.command],
+                environment={"SCORE_FILE": file, "WORKSPACE": place.workspace},
+                stdin=msgspec.json.encode(
+                    {"id": task.task_id, "answer": task.answer, "metadata": task.metadata}, enc_hook=str
+                ),
+                limit_s=settings.timeout_s,
+            )
+        except AgentLoopError as error:  # it does not start
+            raise NotScored(f"the score could not be computed: {error}") from error
         if program.ended_by:
             return {"reward": 0.0, "score_timeout": 1.0}
         code = program.exit_code
         if code is None or code < 0 or code in (*_NOT_RUN, NEEDS_FAILED):
-            raise AgentLoopError(f"the score could not be computed: {program.failure}")
+            raise NotScored(f"the score could not be computed: {program.failure}")
         if settings.result == "exit":
             return {"reward": float(code == 0)}
         if code:
-            raise AgentLoopError(f"the score could not be computed: {program.failure}")
+            raise NotScored(f"the score could not be computed: {program.failure}")
         return _parts_of(await self._text_of(program, place, file), settings.result)
 
     async def _text_of(self, program: Program, place: Place, file: str) -> str:
@@ -106,9 +117,7 @@ class Scorer:
         try:
             return await place.read_text(file)
         except OSError as error:
-            raise AgentLoopError(
-                f"the score's command wrote no file SCORE_FILE: {program.failure}"
-            ) from error
+            raise NotScored(f"the score's command wrote no file SCORE_FILE: {program.failure}") from error
 
     async def _parts_of_function(
         self, function: Callable[..., Any], task: Task, place: Place
@@ -121,7 +130,7 @@ class Scorer:
                 else:
                     value = await call_in_thread(call, name=f"score {self._settings.function}")
         except TimeoutError as error:
-            raise AgentLoopError(
+            raise NotScored(
                 f"score {self._settings.function} took longer than timeout_s = {self._settings.timeout_s:g}"
             ) from error
         return _parts_of(msgspec.json.encode(value).decode(), "function")
@@ -182,7 +191,7 @@ def _parts_of(text: str, origin: str) -> dict[str, float]:
     """Return the numbers of a result.
 
     Raises:
-        AgentLoopError: It is neither a number nor an object of numbers with `reward`.
+        NotScored: It is neither a number nor an object of numbers with `reward`.
     """
     try:
         value = msgspec.json.decode(text.strip(), type=float | dict[str, float])
@@ -190,7 +199,7 @@ def _parts_of(text: str, origin: str) -> dict[str, float]:
         value = {}
     parts = value if isinstance(value, dict) else {"reward": value}
     if "reward" not in parts:
-        raise AgentLoopError(
+        raise NotScored(
             f"the score ({origin}) is {text!r:.200}; expected a number, or a JSON object of numbers with "
             "reward"
         )

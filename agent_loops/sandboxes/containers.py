@@ -3,7 +3,8 @@
 A container waits for the end of its time to live and is removed then, so it does not outlive it even if
 nobody ends it. It has no network, no capabilities, and limits of memory, processor and processes.
 
-**Source**: https://docs.docker.com/reference/api/engine/ (create, start, exec, archive, commit, remove).
+**Source**: https://docs.docker.com/reference/api/engine/ (create, start, exec, archive, build, commit,
+remove).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import secrets
 import socket
 import tarfile
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Final, Self
 from urllib.parse import quote, urlsplit
@@ -39,7 +41,8 @@ from async_rl.errors import EnvironmentNotReady, SandboxLost
 
 _SNAPSHOTS: Final = "async-rl-snapshot"
 """The repository of the images that are snapshots."""
-_PULL_S: Final = 900.0
+_IMAGE_S: Final = 1800.0
+"""How long an image may take to be pulled or built."""
 _END_S: Final = 20.0
 """How long the processes of a container may take to end."""
 _FIRST_PROCESS: Final = (
@@ -101,6 +104,8 @@ class ContainerBackend:
         """Connect to nothing yet."""
         self._settings = settings
         self._run = run
+        self._builds: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held while an image is built, which several attempts want at once."""
 
     async def __aenter__(self) -> Self:
         socket = self._settings.socket or _found_socket()
@@ -183,7 +188,7 @@ class ContainerBackend:
         return output.result(exit_code, timed_out=ran_too_long(exit_code, clock() - begin, timeout_s))
 
     async def end_processes(self, name: str) -> None:
-        """Implements `AgentBackend.end_processes`."""
+        """Implements `SandboxBackend.end_processes`."""
         ended = await self.exec(
             name, _END_PROCESSES % name, timeout_s=_END_S, stdin=b"", max_output_bytes=_MAX_FRAME_BYTES
         )
@@ -233,6 +238,15 @@ class ContainerBackend:
             await self._check_runs(name)
             raise OSError(f"{path} cannot be written")
 
+    async def build_image(self, image: str, context: bytes) -> None:
+        """Implements `BuildingBackend.build_image`; the engine decides on the network of its commands."""
+        async with self._builds[image]:
+            status, _ = await self._calls.request("GET", _url(f"/images/{image}/json"), may_be=(404,))
+            if status == 404:
+                parameters = {"t": image, "forcerm": "true"}
+                kind = {"Content-Type": "application/x-tar"}
+                await self._make_image(image, "/build", params=parameters, data=context, headers=kind)
+
     async def snapshot(self, name: str, snapshot: str) -> str:
         """Implements `SandboxBackend.snapshot`."""
         parameters = {"container": name, "repo": _SNAPSHOTS, "tag": snapshot}
@@ -253,12 +267,14 @@ class ContainerBackend:
     async def _pull(self, image: str) -> None:
         has_tag = ":" in image.rpartition("/")[2] or "@" in image
         parameters = {"fromImage": image if has_tag else f"{image}:latest"}
-        _, body = await self._calls.request(
-            "POST", _url("/images/create"), params=parameters, limit_s=_PULL_S
-        )
+        await self._make_image(image, "/images/create", params=parameters)
+
+    async def _make_image(self, image: str, path: str, **request: Any) -> None:
+        """Pull or build an image; an error is the last line of the answer."""
+        _, body = await self._calls.request("POST", _url(path), limit_s=_IMAGE_S, **request)
         last = body.rstrip().rpartition(b"\n")[2]
         if b'"error"' in last:
-            raise SandboxRefused(f"the image {image} cannot be pulled: {last.decode(errors='replace')[:500]}")
+            raise SandboxRefused(f"there is no image {image}: {last.decode(errors='replace')[-500:]}")
 
     async def _exit_code(self, path: str) -> int | None:
         """Return the exit code of an exec, or None while it runs."""

@@ -1,7 +1,8 @@
 """Sandboxes on this machine: processes in namespaces of their own, as `agent_loops.sandbox` makes them.
 
 Unlike a Python program there, a command may start processes. Each has its own memory, so a sandbox uses up to
-`max_processes` times `memory_mb`.
+`max_processes` times `memory_mb`. A command may make folders anywhere but in those of this machine that it
+sees.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _INSIDE: Final = """
 import base64, json, os, select, signal, subprocess, time
 
 os.remove("program.py")
-os.chdir("/")  # where the interpreter cannot write its programs
+os.chdir("/usr")  # where the interpreter cannot write its programs
 
 def run_command(command, timeout_s, limit, stdin):
     began = time.monotonic()
@@ -111,6 +112,14 @@ def write_file(path, mode, data):
         print(json.dumps([0, ""]))
     except OSError as error:
         print(json.dumps([error.errno, error.strerror]))
+
+def end_processes():
+    try:
+        os.kill(-1, signal.SIGKILL)
+        while os.waitpid(-1, 0)[0]:
+            pass
+    except (ChildProcessError, ProcessLookupError):
+        print(0)
 """
 """Runs in the first process of a sandbox, which no process there can signal or trace."""
 
@@ -127,7 +136,7 @@ class LocalSettings(
     cpu_s: Annotated[int, Meta(ge=1)] = 600
     """Seconds of processor time of each process."""
     scratch_mb: Annotated[int, Meta(ge=1)] = 64
-    """The size of the writable folder, in memory."""
+    """The size of all files together, in memory."""
 
     def open_backend(self, run: str) -> LocalSandboxBackend:
         """Return what runs the sandboxes; `run` is not used.
@@ -201,6 +210,10 @@ class LocalSandboxBackend:
             number, problem = await self._run(name, call, START_S)
             if number:
                 raise OSError(number, problem, path)
+
+    async def end_processes(self, name: str) -> None:
+        """Implements `SandboxBackend.end_processes`."""
+        await self._run(name, "end_processes()", START_S)
 
     async def snapshot(self, name: str, snapshot: str) -> str:
         """Implements `SandboxBackend.snapshot`."""

@@ -179,6 +179,10 @@ class ModalBackend:
         )
         return output.result(exit_code, timed_out=ran_too_long(exit_code, clock() - begin, timeout_s))
 
+    async def end_processes(self, name: str) -> None:
+        """Implements `SandboxBackend.end_processes`."""
+        raise NotImplementedError("Modal ends a sandbox only as a whole")
+
     async def read_file(self, name: str, path: str) -> bytes:
         """Implements `SandboxBackend.read_file`."""
         words = ("sh", "-c", _READ, "sh", path, str(MAX_FILE_BYTES + 1))

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from agent_loops.sandboxes.leftovers import end_leftovers, release_command
+from agent_loops.sandboxes.local import LocalSandboxBackend
 from agent_loops.sandboxes.log import Record, SandboxLog
-from agent_loops.sandboxes.protocol import AgentBackend, SandboxRefused, ShellSandbox
+from agent_loops.sandboxes.protocol import AgentBackend, BuildingBackend, SandboxRefused, ShellSandbox
 from agent_loops.sandboxes.settings import parse_backend
 from async_rl.errors import ConfigError, SandboxLost
 from async_rl.rollout.session.api import Session
@@ -130,6 +131,8 @@ class Sandboxes:
         """The time to live of a sandbox."""
         self.runs_agents = isinstance(self._backend, AgentBackend)
         """Whether its sandboxes may run whole agents."""
+        self.builds_images = isinstance(self._backend, BuildingBackend)
+        self.has_images = not isinstance(self._backend, LocalSandboxBackend)
 
     async def __aenter__(self) -> Self:
         """Reach the backend, begin to fill the pools, and end what earlier processes of the run have left.
@@ -218,6 +221,10 @@ class Sandboxes:
         finally:
             forget()
             end()
+
+    async def build_image(self, image: str, context: bytes) -> None:
+        """Build an image as `BuildingBackend.build_image` does, where the backend `builds_images`."""
+        await self._backend.build_image(image, context)
 
     def end_sandbox(self, name: str) -> None:
         """Begin to end a sandbox, without waiting for it."""

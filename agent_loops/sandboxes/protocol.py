@@ -88,6 +88,14 @@ class SandboxBackend(AbstractAsyncContextManager[Any, None], Protocol):
         """
         ...
 
+    async def end_processes(self, name: str) -> None:
+        """End all processes that commands have started, however they hide.
+
+        Raises:
+            NotImplementedError: The backend cannot.
+        """
+        ...
+
     async def snapshot(self, name: str, snapshot: str) -> str:
         """Keep the files of a sandbox, and return the image that starts others with them.
 
@@ -110,12 +118,25 @@ class SandboxBackend(AbstractAsyncContextManager[Any, None], Protocol):
 
 
 @runtime_checkable
+class BuildingBackend(SandboxBackend, Protocol):
+    """A backend that makes images."""
+
+    async def build_image(self, image: str, context: bytes) -> None:
+        """Build an image, unless there is one of that name. It stays when the run has ended.
+
+        Args:
+            image: Its name, which says what is in it.
+            context: A tar archive with a Dockerfile and the files that it copies.
+
+        Raises:
+            SandboxRefused: The Dockerfile fails.
+        """
+        ...
+
+
+@runtime_checkable
 class AgentBackend(SandboxBackend, Protocol):
     """A backend whose sandboxes run whole agents, several commands at a time."""
-
-    async def end_processes(self, name: str) -> None:
-        """End all processes that commands have started, however they hide."""
-        ...
 
     async def listen(self, name: str) -> socket.socket | None:
         """Return a socket of this process that listens inside the sandbox, where nothing else is reachable.
@@ -199,12 +220,12 @@ class ShellSandbox:
             await self._backend.write_file(self.name, path, data)
 
     async def end_processes(self) -> None:
-        """End all that commands have started; for backends that are an `AgentBackend`.
+        """End all that commands have started.
 
         Raises:
+            NotImplementedError: The backend cannot.
             SandboxLost: The sandbox is gone, or its processes do not end.
         """
-        assert isinstance(self._backend, AgentBackend)
         with _understood():
             await self._backend.end_processes(self.name)
 

@@ -129,6 +129,10 @@ class _RemoteBackend:
     async def __aexit__(self, *error: object) -> None:
         await self._calls.close()
 
+    async def end_processes(self, name: str) -> None:
+        """Implements `SandboxBackend.end_processes`."""
+        raise NotImplementedError(f"{self._what} ends a sandbox only as a whole")
+
 
 class _E2BSandbox(NamedTuple):
     """How to reach the agent inside a sandbox."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
+import tarfile
 import traceback
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -91,13 +93,13 @@ SERVICES = ["e2b", "daytona", *(["modal"] if importlib.util.find_spec("modal") e
 FAKES = ["containers", *SERVICES]
 
 
-@pytest_asyncio.fixture(
-    params=[
-        pytest.param("local", marks=pytest.mark.needs("namespaces")),
-        pytest.param("podman", marks=[pytest.mark.needs("podman"), pytest.mark.real]),
-        *FAKES,
-    ]
-)
+REAL = [
+    pytest.param("local", marks=pytest.mark.needs("namespaces")),
+    pytest.param("podman", marks=[pytest.mark.needs("podman"), pytest.mark.real]),
+]
+
+
+@pytest_asyncio.fixture(params=[*REAL, *FAKES])
 async def subject(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Subject]:
@@ -173,6 +175,14 @@ async def test_a_time_limit_ends_the_command_and_not_the_sandbox(subject: Subjec
         assert (await box.exec("echo usable")).stdout == "usable\n"
 
 
+@pytest.mark.parametrize("subject", REAL, indirect=True)
+async def test_processes_end_and_the_sandbox_does_not(subject: Subject) -> None:
+    async with subject.started() as box:
+        await box.exec("setsid sh -c 'while :; do echo on >/tmp/file; done' >/dev/null 2>&1 &")
+        await box.end_processes()
+        assert (await box.exec("rm -f /tmp/file; sleep 0.2; cat /tmp/file")).exit_code != 0
+
+
 async def test_outputs_are_bounded(subject: Subject) -> None:
     async with subject.started(limit=1000) as box:
         ran = await box.exec("head -c 300000 /dev/zero; echo e >&2")
@@ -245,6 +255,28 @@ async def test_a_block_ends_no_sandbox_and_another_finds_it_by_name(subject: Sub
 def connections() -> set[int]:
     """The descriptors of this process that are connected, to a service or to a client of one."""
     return {each.fd for each in psutil.Process().net_connections("all") if each.status != "LISTEN"}
+
+
+@pytest.mark.real
+@pytest.mark.needs("podman")
+async def test_an_image_is_built_once(podman_socket: Path) -> None:
+    """The second archive would fail, as it does under another name."""
+    dockerfile = f"FROM {IMAGE}\nRUN echo made > /made\nWORKDIR /work\n".encode()
+    context = io.BytesIO()
+    with tarfile.open(fileobj=context, mode="w") as archive:
+        member = tarfile.TarInfo("Dockerfile")
+        member.size = len(dockerfile)
+        archive.addfile(member, io.BytesIO(dockerfile))
+    broken = context.getvalue().replace(b"RUN echo", b"RUN ohce")
+    async with opened("podman", podman_socket) as subject:
+        build = subject.backend.build_image
+        await asyncio.gather(
+            build("async-rl-test-built", context.getvalue()), build("async-rl-test-built", broken)
+        )
+        async with subject.started("async-rl-test-built") as box:
+            assert (await box.exec("cat /made; pwd")).stdout == "made\n/work\n"
+        with pytest.raises(SandboxRefused, match=r"async-rl-test-broken.*RUN ohce"):
+            await build("async-rl-test-broken", broken)
 
 
 @pytest.mark.real

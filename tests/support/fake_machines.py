@@ -42,15 +42,19 @@ class FakeMachines:
         self.requested[key] = request
         self.num_made += 1
         if image in self.images:
-            shutil.copytree(self._folder / f"image-{_plain(image)}", self.path(key))
+            shutil.copytree(self.image_path(image), self.path(key), symlinks=True)
         else:
             (self.path(key) / "tmp").mkdir(parents=True)
         self._notify()
 
     def keep(self, key: str, image: str) -> None:
         """Make an image of a sandbox."""
-        shutil.copytree(self.path(key), self._folder / f"image-{_plain(image)}")
+        shutil.copytree(self.path(key), self.image_path(image))
+
+    def image_path(self, image: str) -> Path:
+        """The folder of an image, which there is from now on."""
         self.images.add(image)
+        return self._folder / f"image-{_plain(image)}"
 
     def remove(self, key: str) -> bool:
         """End a sandbox; whether there was one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import tarfile
 import tempfile
@@ -16,6 +17,7 @@ IMAGE = "localhost/async-rl-test:latest"
 _APPLETS = (
     "sh",
     "cat",
+    "chmod",
     "cp",
     "dd",
     "du",
@@ -32,6 +34,7 @@ _APPLETS = (
     "rm",
     "setsid",
     "sleep",
+    "tail",
     "tar",
     "timeout",
     "wc",
@@ -45,18 +48,23 @@ def podman_service() -> Iterator[str]:
     """Serve, with the image; yield the socket."""
     with _folder() as folder:
         _make_image(folder)
-        socket = folder / "podman.sock"
-        command = [*_podman(folder), "system", "service", "--time=0", f"unix://{socket}"]
+        path = folder / "podman.sock"
+        command = [*_podman(folder), "system", "service", "--time=0", f"unix://{path}"]
         process = subprocess.Popen(command, env=_environment(folder))
         try:
-            while not socket.exists():
+            while not _answers(path):
                 assert process.poll() is None
                 time.sleep(0.05)  # Podman tells nobody
-            yield str(socket)
+            yield str(path)
         finally:
             process.terminate()
             process.wait()
             _run(folder, "rm", "--all", "--force", "--time=0")
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
 
 
 @contextmanager
@@ -89,9 +97,10 @@ def _make_image(folder: Path) -> None:
             link = tarfile.TarInfo(f"bin/{applet}")
             link.type, link.linkname = tarfile.SYMTYPE, "busybox"
             writer.addfile(link)
-        temporary = tarfile.TarInfo("tmp")
-        temporary.type, temporary.mode = tarfile.DIRTYPE, 0o1777
-        writer.addfile(temporary)
+        for name, mode in ((".", 0o755), ("tmp", 0o1777)):
+            made = tarfile.TarInfo(name)
+            made.type, made.mode = tarfile.DIRTYPE, mode
+            writer.addfile(made)
     _run(folder, "import", str(archive), IMAGE)
 
 

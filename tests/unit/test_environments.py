@@ -20,7 +20,7 @@ from agent_loops.environment import Environment, EnvironmentLoop, Observation, e
 from agent_loops.environment.gymnasium import read_action
 from agent_loops.environment.harbor import HarborTask, read_image, read_rewards, resolved
 from agent_loops.testing import ScriptedSession, make_task
-from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, PromptTooLong
+from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, NotScored, PromptTooLong
 from async_rl.types import Completion, StopReason, Task
 from tests.support.sessions import Bench, Watched, simulated
 
@@ -180,6 +180,8 @@ async def test_it_is_closed_when_the_attempt_is_cancelled() -> None:
         (f"{HERE}:Countdown", {"colour": "red"}, "colour"),
         (f"{HERE}:Countdown", {"max_turns": 0}, "max_turns is 0"),
         (f"{HERE}:SimpleNamespace", {}, "expected an Environment or an AgentLoop"),
+        ("harbor", {"sandbox": {"backend": "nowhere"}}, "expected {kind: local, containers"),
+        ("harbor", {"sandbox": {"imgae": "x"}}, "sandbox: .*imgae"),
         ("openenv", {"url": "127.0.0.1:80"}, "expected http://HOST:PORT"),
         ("openenv", {"url": "http://a", "transport": "mail"}, "expected websocket or http"),
         ("verifiers", {"id": "a", "python": "/no/python"}, "there is no program '/no/python'"),
@@ -506,9 +508,9 @@ async def test_a_policy_neither_sees_nor_forges_the_tests_and_reaches_nothing_ou
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
     session, _ = await played(
-        block(f"ls /tests /logs /.host; cat {secret}; touch /usr/x; mount -o remount,bind,rw /usr; ls /sys"),
-        block("echo 1 > /logs/reward; ln -s /app/forged /logs/verifier; rm -rf /tests; ln -s /usr /tests"),
-        block("mkdir -p /app/forged; echo 1 > /app/forged/reward.json; (sleep 300 &)"),
+        block(f"ls /tests /logs; cat {secret}; touch /usr/x; mount -o remount,bind,rw /usr; ls /sys"),
+        block("mkdir /logs; ln -s /app/forged /logs/verifier; rm -rf /tests; ln -s /usr /tests"),
+        block("mkdir -p /app/forged; echo 1 > /app/forged/reward.json"),
         block("head -c 100000 /dev/zero | tr '\\0' y; exit 3"),
         "Done.",
         task=harbor_task("word_count"),
@@ -518,11 +520,41 @@ async def test_a_policy_neither_sees_nor_forges_the_tests_and_reaches_nothing_ou
     assert "secret" not in told[0].replace(str(secret), "")
     assert "test.sh" not in told[0]
     assert "Read-only file system" in told[0]
-    assert "permission denied" in told[0]
+    assert "must be superuser" in told[0]
     assert told[3].endswith("[exit code 3]")
     assert len(told[3]) < 9000
     assert session.reported["reward"] == 0.0
     assert not Path("/usr/x").exists()
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.real_time
+@pytest.mark.parametrize(("args", "reward"), [({}, 0.0), ({"keep_processes": True}, 1.0)])
+async def test_what_the_policy_has_started_ends_before_the_tests(
+    tmp_path: Path, args: dict[str, Any], reward: float
+) -> None:
+    runs = (
+        "kill -0 $(cat /app/pid) && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt"
+    )
+    folder = folder_with(tmp_path, "FROM x\nWORKDIR /app", test=runs)
+    session, _ = await played(
+        block("setsid sleep 1000 >/dev/null 2>&1 & echo $! >pid"),
+        "Done.",
+        task=make_task(metadata={"folder": str(folder)}),
+        environment="harbor",
+        **args,
+    )
+    assert session.reported["reward"] == reward
+
+
+@pytest.mark.needs("namespaces")
+@pytest.mark.real_time
+async def test_a_command_that_is_too_long_is_an_invalid_action() -> None:
+    session, _ = await played(
+        block("#" * 200_000), "Done.", task=harbor_task("word_count"), environment="harbor"
+    )
+    assert "write a longer one to a file" in session.messages[2]["content"]
+    assert session.reported["invalid_actions"] == 1
 
 
 @pytest.mark.needs("namespaces")
@@ -551,7 +583,7 @@ def folder_with(tmp_path: Path, dockerfile: str, task: str = "", test: str = "tr
 async def test_tests_that_write_no_reward_fail_the_attempt(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, "FROM x\nWORKDIR /work", test="echo no module named pytest; exit 2")
     session = ScriptedSession("Done.", task=make_task(metadata={"folder": str(folder)}))
-    with pytest.raises(AgentLoopError, match=r"ended with 2 and wrote neither .* no module named pytest"):
+    with pytest.raises(NotScored, match=r"ended with 2 and wrote neither .* no module named pytest"):
         await played(session=session, environment="harbor")
     assert session.reported == {}
 
@@ -559,7 +591,9 @@ async def test_tests_that_write_no_reward_fail_the_attempt(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("dockerfile", "task", "why"),
     [
-        ("FROM x\nRUN apt-get update", "", "its Dockerfile has `RUN apt-get update`"),
+        ("FROM x\nRUN echo it's", "", "needs a container engine: its Dockerfile has `RUN echo it's`"),
+        ("FROM x\nENV A=$B", "", "its Dockerfile has `ENV A="),
+        ("FROM x\nFROM y", "", "its Dockerfile has `FROM y`"),
         ("FROM x\nCOPY --from=y /a /b", "", "its Dockerfile has `COPY --from=y"),
         ("FROM x\nCOPY ../tests /app", "", "copies '../tests', which is not in"),
         ("FROM x", '[environment]\ndocker_image = "python:3.11"', "its image is python:3.11"),
@@ -589,6 +623,8 @@ CMD ["bash"]"""
     assert image.workdir == "/work"
     assert image.env == {"A": "1", "B": "two words"}
     assert image.copies == (("data.txt", "/work/data.txt"), (".", "/work/in"))
+    assert image.name == ""
+    assert read_image(folder, HarborTask.read(folder), has_images=True).name == "x"
 
 
 def test_a_task_with_steps_or_another_format_is_refused(tmp_path: Path) -> None:

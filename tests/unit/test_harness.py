@@ -19,7 +19,7 @@ from agent_loops.agent_program import AgentProgram, Program
 from agent_loops.harness import HarnessLoop, score
 from agent_loops.harness import place as place_module
 from agent_loops.harness.presets import PRESETS, WORDS, parse_program
-from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady
+from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, NotScored
 from async_rl.runtime.supervision import Nursery
 from async_rl.types import Completion, Task
 from tests.support.harness import attempt, program, source_of
@@ -195,7 +195,7 @@ async def test_the_attempt_fails_when_its_score_cannot_be_computed(
     tmp_path: Path, scoring: str, fields: Any, message: str
 ):
     loop = HarnessLoop(program("ask('Hi')"), score=scored_by(tmp_path, scoring, **fields))
-    with pytest.raises(AgentLoopError, match=message):
+    with pytest.raises(NotScored, match=message):
         await attempt(loop, "Hello.")
 
 
@@ -394,7 +394,7 @@ def test_the_guides_configs_are_accepted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(root)
     monkeypatch.setattr("shutil.which", lambda name, **_: PYTHON)  # no program has to be installed
     blocks = re.findall(r"```yaml\n(.*?)```", (root / "docs/guide/harness.md").read_text(), re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in (*blocks, (root / "examples/repair/config.yaml").read_text()):
         rollout = yaml.safe_load(block)["rollout"]
         assert rollout["agent_loop"] == "agent_loops.harness:HarnessLoop"

@@ -38,6 +38,8 @@ def python(code: str) -> str:
         "for i in $(seq 200); do sleep 100 & done",
         "head -c 100000000 /dev/zero > big",
         "rm -rf /scratch/* /scratch/.[a-z]* /usr/bin/env /lib/os-release",
+        "rm -f /bin /lib64; rm -rf /scratch; mv /bin /gone; mv /lib64 /usr /dev /scratch /tmp; mkdir /bin",
+        "ln -sf /usr/x /program.py; ln -sf /scratch/x /stdin",
         python("x = bytearray(1 << 30)"),
         "(setsid sh -c 'yes' &) ; exit 0",
     ],
@@ -65,6 +67,18 @@ async def test_calls_that_would_leave_the_sandbox_are_refused(box: ShellSandbox)
     }
     for command, told in refused.items():
         assert told in (await box.exec(command)).stdout, command
+
+
+@pytest.mark.needs("namespaces")
+async def test_folders_are_made_anywhere_but_in_those_of_this_machine(box: ShellSandbox) -> None:
+    made = await box.exec("mkdir -p /app/a /tests /logs/verifier && cd /app && echo x > /tests/file && pwd")
+    assert (made.exit_code, made.stdout) == (0, "/app\n")
+    shown = (await box.exec("ls /")).stdout.split()
+    for name in {"bin", "dev", "lib", "usr"} & set(shown):
+        assert (await box.exec(f"touch /{name}/file || mv /{name} /tests")).exit_code == 1
+    big = await box.exec("head -c 3000000 /dev/zero > /app/big && head -c 3000000 /dev/zero > /scratch/big")
+    assert (big.exit_code, "No space left" in big.stderr) == (1, True)  # scratch_mb is of both
+    assert (await box.exec("ls / ")).stdout.split() == shown
 
 
 @pytest.mark.needs("namespaces")
