@@ -76,9 +76,8 @@ def test_config_and_rules_are_accepted() -> None:
     promtool("check", "config", ROOT / "monitoring" / "prometheus.yml")  # names the rules
 
 
-@pytest.mark.parametrize(
-    ("hours", "interval"), [(False, "1m"), pytest.param(True, "5m", marks=pytest.mark.real)]
-)
+@pytest.mark.real
+@pytest.mark.parametrize(("hours", "interval"), [(False, "1m"), (True, "5m")])
 def test_each_alert_fires_when_it_must_and_not_before(hours: bool, interval: str, tmp_path: Path) -> None:
     """Cases that last hours are evaluated less often than others, because each evaluation takes time."""
     tree = yaml.safe_load((RULES / "tests" / "async_rl.yml").read_text())
@@ -202,6 +201,7 @@ def scraped(calculator: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield Scraped(server, begin_s)
 
 
+@pytest.mark.real
 def test_prometheus_finds_the_run_by_its_name(scraped: Scraped) -> None:
     (series,) = scraped.server.ask("query", query="up", time=scraped.end_s)["result"]
     assert series["metric"]["job"] == "async_rl"
@@ -216,6 +216,7 @@ def in_grafana(expr: str) -> str:
     return re.sub(r"^label_values\((\S+), (\w+)\)$", r"count by (\2) (\1)", filled)
 
 
+@pytest.mark.real
 def test_every_query_of_the_dashboard_has_data(scraped: Scraped) -> None:
     queries = [
         in_grafana(expr) for expr in expressions(dashboard()) if "async_rl" in expr or "ALERTS" in expr
@@ -227,6 +228,7 @@ def test_every_query_of_the_dashboard_has_data(scraped: Scraped) -> None:
     assert without == []
 
 
+@pytest.mark.real
 def test_every_expression_of_the_rules_has_data(scraped: Scraped) -> None:
     groups = yaml.safe_load((RULES / "async_rl.yml").read_text())["groups"]
     exprs = [
@@ -240,6 +242,7 @@ def test_every_expression_of_the_rules_has_data(scraped: Scraped) -> None:
     assert [expr for expr in asked if not scraped.values(expr)] == []
 
 
+@pytest.mark.real
 def test_an_engine_that_died_raises_its_alert(scraped: Scraped) -> None:
     firing = scraped.server.ask("query", query='ALERTS{alertstate="firing"}', time=scraped.end_s)["result"]
     assert "EngineQuarantined" in {alert["metric"]["alertname"] for alert in firing}
@@ -247,6 +250,7 @@ def test_an_engine_that_died_raises_its_alert(scraped: Scraped) -> None:
     assert {rule["name"]: rule["lastError"] for rule in rules if rule.get("lastError")} == {}
 
 
+@pytest.mark.real
 def test_trajectories_are_all_accounted_for_at_every_scrape(scraped: Scraped) -> None:
     (series,) = scraped.server.ask(
         "query_range",

@@ -74,13 +74,8 @@ QUADS = {
 }
 """Of four ranks."""
 
-MARKS = {
-    "tensor, sequence and expert": (),
-    "data": pytest.mark.real,
-    "interleaved pipeline": pytest.mark.real,
-    "context": pytest.mark.real,
-}
-"""Of `make test` and `make test-real`: each kind of parallelism. `make test-long` has the other layouts."""
+IN_TEST_REAL = {"tensor, sequence and expert", "data", "interleaved pipeline", "context"}
+"""Each kind of parallelism. `make test-long` has the other layouts."""
 
 ONE_STEP = {
     "context and expert",
@@ -482,7 +477,11 @@ def num_ranks(name):
 
 def of_layouts(names):
     return pytest.mark.parametrize(
-        "layout", [pytest.param(name, marks=MARKS.get(name, pytest.mark.long)) for name in names]
+        "layout",
+        [
+            pytest.param(name, marks=pytest.mark.real if name in IN_TEST_REAL else pytest.mark.long)
+            for name in names
+        ],
     )
 
 

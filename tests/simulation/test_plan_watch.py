@@ -62,6 +62,7 @@ def records(folder: Path) -> list[StepRecord]:
     return step_record_log(folder / "metrics.jsonl").read()
 
 
+@pytest.mark.real
 def test_a_run_is_below_its_plan_when_an_engine_becomes_slow(records: list[StepRecord]) -> None:
     assert all(each.throughput_vs_plan_ratio is None for each in records[:AFTER_STEPS])
     healthy = [each.throughput_vs_plan_ratio for each in records[AFTER_STEPS:] if each.time_s < 100]
@@ -73,6 +74,7 @@ def test_a_run_is_below_its_plan_when_an_engine_becomes_slow(records: list[StepR
     assert len(asked) <= 5
 
 
+@pytest.mark.real
 def test_the_page_names_the_slow_engine_when_a_run_is_below_its_plan(records: list[StepRecord]) -> None:
     assert not any(each.below_plan for each in records if each.time_s < 100)
     worst = records[-1].below_plan[0]

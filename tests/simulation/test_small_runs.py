@@ -92,6 +92,7 @@ def test_a_small_run_holds_what_is_promised(name: str, seeds: range, tmp_path: P
         assert what.death or outcome.incarnations == ("finished",)
 
 
+@pytest.mark.real
 def test_a_checkpoint_is_never_ahead_of_the_ledger_wherever_power_is_cut(tmp_path: Path) -> None:
     (whole := tmp_path / "whole").mkdir()
     end = simulate(1, whole, scenario=small_run(1)).steps

@@ -19,7 +19,8 @@ from verification.simulation.scenario import Scenario
 FAULTS: tuple[FaultKind, ...] = ("die_in_call", "hang", "step_fails", "partial_update")
 
 
-@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.real)])
+@pytest.mark.real
+@pytest.mark.parametrize("every", [4, 1])
 def test_nothing_is_lost_when_a_run_is_cancelled_at_each_of_its_awaits(tmp_path: Path, every: int) -> None:
     scenario = small_run(0, FAULTS)  # two steps visit all the awaits below
     run = replace(scenario.config.run, max_steps=2)

@@ -36,6 +36,8 @@ from tests.support.past_runs import (
     record_run,
 )
 
+pytestmark = pytest.mark.real
+
 HOW = PlannedRun(versions=8, warmup=3)
 
 
@@ -94,9 +96,9 @@ def test_a_run_is_predicted_when_nothing_is_changed(fitted: FittedRun) -> None:
         "rollout.max_staleness=0",
         "rollout.max_concurrent_trajectories=6",
         "engine.num_engines=1",
-        pytest.param("weights.interrupt=in_place", marks=pytest.mark.real),
-        pytest.param("trainer.groups_per_batch=2", marks=pytest.mark.real),
-        pytest.param("weights.every=2", marks=pytest.mark.real),
+        "weights.interrupt=in_place",
+        "trainer.groups_per_batch=2",
+        "weights.every=2",
     ],
 )
 def test_another_run_is_predicted_when_one_setting_differs(

@@ -140,6 +140,7 @@ def test_yaml_makes_no_objects(text: str) -> None:
         yaml12.load(text)
 
 
+@pytest.mark.real
 def test_no_code_of_a_models_folder_is_run(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: ...\n")
     auto_map = {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", "evil.Evil"]}
