@@ -88,8 +88,9 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = 30000.0
     prefill_base_s: float = 0.0
     """Time that a pass over waiting prompts takes beside their tokens; all that wait share it."""
-    call_s: float = 0.0
-    """Time of a call that its engine does nothing for: HTTP and tokenizing. Interrupted calls have none."""
+    call_steps: float = 0.0
+    """What a call takes beside its prefill and decode steps, in decode steps: HTTP, tokenizing and waits for
+    steps that have begun. Interrupted calls have none."""
     update_s: float = 5.0
     """Pause for a weight update."""
     shares_prompts: bool = True
@@ -116,6 +117,8 @@ class Usage(msgspec.Struct, kw_only=True):
     calls: int = 0
     first_token_s: float = 0.0
     """Of all calls together: from their arrival until they decode."""
+    beside_s: float = 0.0
+    """Of all calls together: what they take beside prefill and decode steps."""
     decode_s: float = 0.0
     """Of all calls together: how long they decode."""
     decoded_tokens: float = 0.0
@@ -263,7 +266,9 @@ class CoarseEngine:
                 if call.reason is not None:
                     self._leave(call)
                     if call.reason != "abort":
-                        await asyncio.sleep(self._speed.call_s)
+                        step_s = self._speed.step_s(len(self._decoding)) * self._slowdown
+                        self._usage.beside_s += self._speed.call_steps * step_s
+                        await asyncio.sleep(self._speed.call_steps * step_s)
                 if new := call.sampled - call.delivered:
                     chunk = Chunk.of([0] * new, [0.0] * new)
                     chunk = msgspec.structs.replace(chunk, num_retractions=call.retractions)

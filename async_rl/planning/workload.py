@@ -65,8 +65,9 @@ class Workload(Strict, frozen=True, kw_only=True):
     """Prefill speed of an engine; default: computed likewise, else 30,000."""
     prefill_base_s: NonNegativeFloat = 0.0
     """Seconds that a prefill takes whatever its tokens; prompts that wait together share it."""
-    call_s: NonNegativeFloat = 0.0
-    """Seconds that each call of an engine takes beside them: HTTP and tokenizing."""
+    call_steps: NonNegativeFloat = 0.0
+    """What each call of an engine takes beside them, in decode steps: HTTP, tokenizing and waits for steps that
+    have begun."""
     sync_s: NonNegativeFloat = 5.0
     """Pause of an engine in a weight update, seconds; default: computed from the following rates and the size
     of the model, if `model.path` says it, else 5."""
@@ -200,7 +201,7 @@ class Workload(Strict, frozen=True, kw_only=True):
             decode_per_call_s=self.decode_per_call_s * scale * coarsen,
             prefill_tokens_per_s=self.prefill_tokens_per_s / scale / coarsen,
             prefill_base_s=self.prefill_base_s,
-            call_s=self.call_s,
+            call_steps=self.call_steps / scale,
             update_s=self.sync_s,
             shares_prompts=self.shares_prompts,
         )
