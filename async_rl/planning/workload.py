@@ -66,8 +66,8 @@ class Workload(Strict, frozen=True, kw_only=True):
     prefill_base_s: NonNegativeFloat = 0.0
     """Seconds that a prefill takes whatever its tokens; prompts that wait together share it."""
     call_steps: NonNegativeFloat = 0.0
-    """What each call of an engine takes beside them, in decode steps: HTTP, tokenizing and waits for steps that
-    have begun."""
+    """What each call of an engine takes beside them, in decode steps: HTTP, tokenizing and waits for steps
+    that have begun."""
     sync_s: NonNegativeFloat = 5.0
     """Pause of an engine in a weight update, seconds; default: computed from the following rates and the size
     of the model, if `model.path` says it, else 5."""
