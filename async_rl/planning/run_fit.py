@@ -187,8 +187,8 @@ def _corrected(workload: Workload, run: SimulatedRun, *, first_token_s: float, d
 
     What engines do not need of the recorded time until a first token is that of HTTP, tokenizing and waits
     for steps that have begun. It is fitted in decode steps: on a CPU, where an engine's processes share
-    cores, it was 4.7 steps of 39 ms with 14 calls and 5.8 steps of 86 ms with 59. If engines need more than was
-    recorded, prefills are faster than they were taken to be.
+    cores, it was 4.7 steps of 39 ms with 14 calls and 5.8 steps of 86 ms with 59. If engines need more than
+    was recorded, prefills are faster than they were taken to be.
 
     Args:
         workload: The speeds of the simulation.
