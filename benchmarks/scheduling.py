@@ -9,7 +9,7 @@ at 32768). Training a version takes 0.9 of its fluid generation time, updating e
     long_tail      mean 4096, sigma 1.2
     long_prompts   prompts of 4096, updates of 20 s
     small_engines  16 engines of 64 slots, groups of 16
-    multi_turn     6 turns; a tool says 256 tokens after a lognormal time (mean 20 s, sigma 1.2)
+    multi_turn     6 turns; a tool says 256 tokens after a lognormal time (mean 20 s, sigma 1.2, cut at 600 s)
     hardware       Qwen3-30B-A3B by the roofline model: engines of 4 H100, a trainer of 8 that recomputes
                    activations, whose step then takes 0.92 of the fluid generation time
 

@@ -187,7 +187,11 @@ def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float
         ConfigError: The run has no steps, or a figure is out of range.
     """
     longest = config.rollout.max_new_tokens * int(given.get("turns", 1))
-    figures: dict[str, Any] = {"max_tokens": longest, "mean_tokens": longest / 4}
+    figures: dict[str, Any] = {
+        "max_tokens": longest,
+        "mean_tokens": longest / 4,
+        "tool_limit_s": config.rollout.tool_timeout_s,
+    }
     if config.engine.max_total_tokens is not None:
         figures["cache_tokens"] = config.engine.max_total_tokens
     if run_dir is not None:
@@ -543,6 +547,7 @@ def _assumptions(w: Workload, updates: Sequence[str], of: str = "") -> str:
         else f"answers lognormal, mean {w.mean_tokens:,.0f}, sigma {w.sigma}, cut at {w.max_tokens:,}"
     )
     tool = f"after {w.tool_s} s" + f" in the mean, sigma {w.tool_sigma}" * (w.tool_sigma > 0)
+    tool += f", {w.tool_limit_s} s at most" * (w.tool_limit_s is not None)
     turns = f", in {w.turns} turns with {w.tool_tokens} tokens of a tool {tool}" * (w.turns > 1)
     copying = f", copying {w.snapshot_s:.3g} s" * (w.snapshot_s > 0)
     trainer = (

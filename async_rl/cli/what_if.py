@@ -16,14 +16,14 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from async_rl.cli.plan import coarsening
-from async_rl.config import Config, load_config
+from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.errors import ConfigError
 from async_rl.observability.long_work import LongWork
 from async_rl.observability.text_console import TextConsole
 from async_rl.planning.past_run import PastRun, read_past_run
 from async_rl.planning.planned_job import PlannedRun
 from async_rl.planning.run_fit import (
-    CORRECTIONS,
+    SIMULATIONS,
     FittedRun,
     RunFigures,
     fit_run,
@@ -69,7 +69,7 @@ def what_if(run: Path, overrides: Sequence[str], *, as_json: bool = False) -> in
     check_expressible(past)
     config = changed_config(folder, past, overrides)
     how = replace(HOW, coarsen=max(coarsening(past.config), coarsening(config)))
-    total = (how.warmup + how.versions) * (1 + CORRECTIONS + bool(overrides))
+    total = (how.warmup + how.versions) * (SIMULATIONS + bool(overrides))
     done = 0
 
     with LongWork(f"simulating {folder.name}", "steps", total) as shown:
@@ -156,6 +156,8 @@ def remarks_on(fitted: FittedRun, config: Config) -> list[str]:
         remarks.append("A trainer step is taken to grow in proportion to the tokens of its batch.")
     if num_engines(config) != num_engines(before):
         remarks.append("A weight update is taken to last as long as with the run's number of engines.")
+        if isinstance(config.engine, SGLangEngines) and config.engine.device == "cpu":
+            remarks.append("Each engine is taken to have cores of its own: without, more are no faster.")
     if before.evaluation.every:
         remarks.append("Evaluations are left out, also where they had engines of the run.")
     return remarks

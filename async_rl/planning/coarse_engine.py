@@ -69,6 +69,9 @@ _DELIVERED_SHARE = 0.25
 _WHOLE = 1e-6
 """Tokens by which a sum of times may miss a whole one."""
 
+_MOMENT_S = 1e-9
+"""Seconds by which a timer may be early: what a sum of times is off by."""
+
 
 _numbers = count()
 """Orders calls that end at the same progress."""
@@ -86,13 +89,15 @@ class EngineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     decode_base_s: float = 0.012
     decode_per_call_s: float = 0.00006
     prefill_tokens_per_s: float = 30000.0
-    prefill_base_s: float = 0.0
-    """Time that a pass over waiting prompts takes beside their tokens; all that wait share it."""
+    prefill_call_s: float = 0.0
+    """Time that the prefill of a call takes beside its tokens."""
     call_steps: float = 0.0
     """What a call takes beside its prefill and decode steps, in decode steps: HTTP, tokenizing and waits for
     steps that have begun. Interrupted calls have none."""
     update_s: float = 5.0
     """Pause for a weight update."""
+    abort_call_s: float = 0.0
+    """What it takes to abort a running call."""
     shares_prompts: bool = True
     """Whether siblings find their prompt in the prefix cache."""
 
@@ -335,7 +340,7 @@ class CoarseEngine:
 
     def _on_time(self) -> None:
         self._advance()
-        while self._prefilling and self._prefilling[0].left_s <= _WHOLE / self._speed.prefill_tokens_per_s:
+        while self._prefilling and self._prefilling[0].left_s <= _MOMENT_S:
             self._decode(self._prefilling.popleft())
         if not self._prefilling:
             while self._ends and self._ends[0][0] <= self._progress + _WHOLE:
@@ -356,10 +361,10 @@ class CoarseEngine:
         call.fed = tokens - min(self._shared_tokens(call), tokens - 1)
         missing = max(1, tokens - cached)
         self._usage.prefilled_tokens += missing
-        call.left_s = missing / self._speed.prefill_tokens_per_s
-        if not self._prefilling:
-            call.left_s += self._speed.prefill_base_s
+        call.left_s = missing / self._speed.prefill_tokens_per_s + self._speed.prefill_call_s
         self._prefilling.append(call)
+        if self._speed.shares_prompts and not call.sampled:
+            self._remember(-call.group, call.prompt)  # those behind it begin when it is done
 
     def _decode(self, call: _CoarseCall) -> None:
         """Its prefill is done."""
@@ -367,8 +372,6 @@ class CoarseEngine:
         call.begin = self._progress - call.sampled
         self._decoding[call] = None
         heapq.heappush(self._ends, (call.begin + call.target, next(_numbers), call))
-        if self._speed.shares_prompts and not call.sampled:
-            self._remember(-call.group, call.prompt)
 
     def _shared_tokens(self, call: _CoarseCall) -> int:
         """Tokens of a call's prompt that are cached for its siblings."""
@@ -498,6 +501,7 @@ class CoarseEngine:
                     self._end(call, "abort")
         self._go_on()
         if mode == "abort":
+            await asyncio.sleep(len(running) * self._speed.abort_call_s)
             await self._idle.wait()
 
     async def resume_generation(self, mode: InterruptMode) -> None:

@@ -40,13 +40,15 @@ class TurnCalls(NamedTuple):
 
     engine_id: str
     begin_s: float
-    """When its first call was sent."""
+    """When its first call was sent; later by `waited_s` where updates interrupted it."""
     first_token_s: float
     """Seconds until its first token; of all its calls together, where updates interrupted it."""
     end_s: float
     sampled: int
     prefilled: int
     num_calls: int
+    waited_s: float = 0.0
+    """Seconds without a call, in which engines took weights or none served."""
 
 
 class PastTrajectory(NamedTuple):
@@ -80,6 +82,20 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
     def num_warm_up(self) -> int:
         """The number of steps before the steady state."""
         return max(1, len(self.records) // _WARM_UP)
+
+    @property
+    def steady_steps(self) -> list[int]:
+        """The last step of the warm-up, with whose end the steady state begins, and those after it."""
+        return [each.step for each in self.records[self.num_warm_up - 1 :]]
+
+    @property
+    def whole_until_s(self) -> float:
+        """The moment until which the record of calls is nearly whole, seconds since 1970.
+
+        Later ones are those of trajectories that the run has not finished, too. Of them nothing is recorded.
+        """
+        lasted_s = [each.calls[-1].end_s - each.calls[0].begin_s for each in self.trajectories]
+        return max(self.settled_s.values()) - float(np.percentile(lasted_s, 90))
 
 
 def read_past_run(folder: Path, first_step: int = 0) -> PastRun:
@@ -173,6 +189,7 @@ def _past_trajectory(trajectory: Trajectory, attempt_s: float) -> PastTrajectory
                 sampled=turn.end - turn.start,
                 prefilled=turn.prefilled_tokens,
                 num_calls=1 + turn.num_interruptions,
+                waited_s=max(0.0, turn.duration_s - turn.engine_s),
             )
         )
     outcome = trajectory.outcome
@@ -236,32 +253,46 @@ class RecordedTasks(EndlessTasks):
 class Intervals:
     """Intervals of time, which may overlap: how many there are, on average, between two moments."""
 
-    def __init__(self, begins: Sequence[float], ends: Sequence[float]) -> None:
-        self._begins, self._ends = np.sort(begins), np.sort(ends)
-        self._sums = tuple(np.concatenate([[0.0], np.cumsum(each)]) for each in (self._begins, self._ends))
+    def __init__(
+        self,
+        begins: Sequence[float] | Float64Array,
+        ends: Sequence[float] | Float64Array,
+        weights: Float64Array | None = None,
+    ) -> None:
+        """Take intervals, each of which counts as many times as its weight says, or once."""
+        self._origin = float(min(begins, default=0.0))  # sums of seconds since 1970 have few digits left
+        weights = np.ones(len(begins)) if weights is None else weights
+        self._edges = [self._sums_of(np.asarray(each) - self._origin, weights) for each in (begins, ends)]
+
+    @staticmethod
+    def _sums_of(edges: Float64Array, weights: Float64Array) -> tuple[Float64Array, ...]:
+        """Sort edges; return them, and the sums of weights and of weighted edges before each."""
+        order = np.argsort(edges)
+        edges, weights = edges[order], weights[order]
+        return edges, *(np.concatenate([[0.0], np.cumsum(each)]) for each in (weights, weights * edges))
 
     def seconds_until(self, moments: Float64Array) -> Float64Array:
         """Return the length of all parts before each moment, those of all intervals together."""
-        begun, ended = (np.searchsorted(each, moments, side="right") for each in (self._begins, self._ends))
-        length: Float64Array = (
-            moments * begun - self._sums[0][begun] - (moments * ended - self._sums[1][ended])
-        )
+        moments = moments - self._origin
+        length: Float64Array = np.zeros_like(moments)
+        for (edges, weights, weighted), sign in zip(self._edges, (1, -1), strict=True):
+            passed = np.searchsorted(edges, moments, side="right")
+            length = length + sign * (moments * weights[passed] - weighted[passed])
         return length
+
+    def seconds_between(self, begins: Float64Array, ends: Float64Array) -> Float64Array:
+        """Return the length of all parts between each begin and end."""
+        return self.seconds_until(ends) - self.seconds_until(begins)
 
     def mean_number(self, begins: Float64Array, ends: Float64Array) -> Float64Array:
         """Return how many there are on average between each begin and end."""
-        passed = np.maximum(ends - begins, 1e-9)
-        mean: Float64Array = (self.seconds_until(ends) - self.seconds_until(begins)) / passed
-        return mean
+        return self.seconds_between(begins, ends) / np.maximum(ends - begins, 1e-9)
 
     def joined(self) -> Intervals:
         """Return the moments at which there is at least one."""
-        events = sorted([(t, 1) for t in self._begins] + [(t, -1) for t in self._ends])
-        begins, ends, depth = [], [], 0
-        for moment, change in events:
-            if depth == 0 and change > 0:
-                begins.append(moment)
-            depth += change
-            if depth == 0:
-                ends.append(moment)
-        return Intervals(begins, ends)
+        (begins, *_), (ends, *_) = self._edges
+        # After n ends, the next begins another stretch unless it begins before the n-th end.
+        first = np.r_[True, begins[1:] > ends[:-1]][: len(begins)]
+        return Intervals(
+            begins[first] + self._origin, ends[np.r_[first[1:], True][: len(ends)]] + self._origin
+        )

@@ -56,6 +56,8 @@ class Workload(Strict, frozen=True, kw_only=True):
     """Mean seconds between two turns, in which a tool runs."""
     tool_sigma: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm of that time; 0 makes all equal."""
+    tool_limit_s: PositiveFloat | None = None
+    """Seconds after which a tool is stopped, and the next turn begins; default: `rollout.tool_timeout_s`."""
     decode_base_s: NonNegativeFloat = 0.012
     """Seconds of a decode step, whatever the number of running calls; default: computed for `--hardware`, if
     engines run on GPUs and `model.path` says the model, else 12 ms."""
@@ -63,14 +65,16 @@ class Workload(Strict, frozen=True, kw_only=True):
     """Seconds that each running call adds to it; default: computed likewise, else 0.06 ms."""
     prefill_tokens_per_s: PositiveFloat = 30000.0
     """Prefill speed of an engine; default: computed likewise, else 30,000."""
-    prefill_base_s: NonNegativeFloat = 0.0
-    """Seconds that a prefill takes whatever its tokens; prompts that wait together share it."""
+    prefill_call_s: NonNegativeFloat = 0.0
+    """Seconds that each call takes the engine beside its tokens."""
     call_steps: NonNegativeFloat = 0.0
     """What each call of an engine takes beside them, in decode steps: HTTP, tokenizing and waits for steps
     that have begun."""
     sync_s: NonNegativeFloat = 5.0
     """Pause of an engine in a weight update, seconds; default: computed from the following rates and the size
     of the model, if `model.path` says it, else 5."""
+    abort_call_s: NonNegativeFloat = 0.0
+    """Seconds that the pause is longer for each running call that an update aborts."""
     publish_s: NonNegativeFloat = 0.0
     """Seconds in which the trainer writes weights while engines continue; default: computed with the pause,
     else 0."""
@@ -169,9 +173,10 @@ class Workload(Strict, frozen=True, kw_only=True):
 
     def tool_time_s(self, generator: random.Random) -> float:
         """Draw the time of one tool call."""
-        if not self.tool_s or not self.tool_sigma:
-            return self.tool_s
-        return generator.lognormvariate(math.log(self.tool_s) - self.tool_sigma**2 / 2, self.tool_sigma)
+        seconds = self.tool_s
+        if seconds and self.tool_sigma:
+            seconds = generator.lognormvariate(math.log(seconds) - self.tool_sigma**2 / 2, self.tool_sigma)
+        return seconds if self.tool_limit_s is None else min(seconds, self.tool_limit_s)
 
     def train_s(self, tokens: float, sampled: float, fluid: float) -> float:
         """Return the seconds of a trainer step.
@@ -200,9 +205,10 @@ class Workload(Strict, frozen=True, kw_only=True):
             decode_base_s=self.decode_base_s * scale,
             decode_per_call_s=self.decode_per_call_s * scale * coarsen,
             prefill_tokens_per_s=self.prefill_tokens_per_s / scale / coarsen,
-            prefill_base_s=self.prefill_base_s,
+            prefill_call_s=self.prefill_call_s * coarsen,
             call_steps=self.call_steps / scale,
             update_s=self.sync_s,
+            abort_call_s=self.abort_call_s * coarsen,
             shares_prompts=self.shares_prompts,
         )
 

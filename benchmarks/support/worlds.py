@@ -171,7 +171,9 @@ WORLDS: Final = {
         # In the mean an answer is sampled for 157 s and waits 100 s for its tools.
         World(
             name="multi_turn",
-            workload=replace(BASE.workload, turns=6, tool_tokens=256, tool_s=20.0, tool_sigma=1.2),
+            workload=replace(
+                BASE.workload, turns=6, tool_tokens=256, tool_s=20.0, tool_sigma=1.2, tool_limit_s=600.0
+            ),
             bounds={128: 5},
             per_slot=1.625,
         ),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.cli.plan import bottleneck, coarsening, with_engines
+from async_rl.cli.plan import bottleneck, coarsening, with_engines, workload_for
 from async_rl.config import Config
 from async_rl.planning.planned_job import PlannedRun, simulate
 from async_rl.planning.workload import EndlessTasks, Workload, fluid_rate
@@ -101,6 +101,19 @@ def test_tool_times_have_the_stated_mean_and_spread_and_belong_to_their_turn() -
     assert [turn.wait_s for turn in other[:4]] == [turn.wait_s for turn in siblings[4 * 1234 + 2]]
     equal = EndlessTasks(replace(world, tool_sigma=0.0), 1, 3, 4).turns(0)[0]
     assert [turn.wait_s for turn in equal] == [0.0, 20.0, 20.0, 20.0]
+
+
+def test_tool_takes_no_longer_than_its_limit_which_is_that_of_the_config() -> None:
+    world = replace(EQUAL, turns=4, tool_tokens=10, tool_s=20.0, tool_sigma=1.2)
+    cut = replace(world, tool_limit_s=30.0)
+    free_s, cut_s = (
+        np.array([turn.wait_s for task in range(500) for turn in EndlessTasks(each, 1, 3, 1).turns(task)[0]])
+        for each in (world, cut)
+    )
+    assert free_s.max() > 100
+    assert (cut_s == np.minimum(free_s, 30.0)).all()
+    assert workload_for(job("rollout.tool_timeout_s=45"), None, {}).tool_limit_s == 45
+    assert workload_for(job("rollout.tool_timeout_s=45"), None, {"tool_limit_s": 7}).tool_limit_s == 7
 
 
 def test_plan_is_the_same_when_the_seed_is() -> None:

@@ -13,11 +13,18 @@ from async_rl.cli.what_if import EXPRESSED, changed_config, remarks_on, what_if
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml
 from async_rl.errors import ConfigError
-from async_rl.planning.past_run import Intervals, PastRun, RecordedTasks, TurnCalls, read_past_run
+from async_rl.planning.engine_costs import fit_engine_costs
+from async_rl.planning.past_run import (
+    Intervals,
+    PastRun,
+    PastTrajectory,
+    RecordedTasks,
+    TurnCalls,
+    read_past_run,
+)
 from async_rl.planning.planned_job import PlannedRun, Sharing, simulate_run
 from async_rl.planning.run_fit import (
     FittedRun,
-    _fit_decode,
     fit_run,
     recorded_figures,
     simulate_past,
@@ -178,23 +185,50 @@ def test_intervals_are_counted_when_they_overlap() -> None:
     both = Intervals([0.0, 2.0], [4.0, 6.0])
     assert both.mean_number(np.array([0.0, 1.0]), np.array([6.0, 3.0])) == pytest.approx([8 / 6, 1.5])
     assert both.joined().mean_number(np.array([0.0, 5.0]), np.array([6.0, 7.0])) == pytest.approx([1.0, 0.5])
+    since, until = (np.array(each) + 1.7e9 for each in ([0.0, 1.0, 8.0], [4.0, 2.0, 9.0]))
+    apart = Intervals(since, until, np.array([2.0, 1.0, 5.0]))
+    begins = np.array([0.0, 4.0, 8.5]) + 1.7e9
+    assert apart.mean_number(begins, begins + 4) == pytest.approx([9 / 4, 0.0, 2.5 / 4])
+    assert apart.joined().mean_number(begins, begins + 4) == pytest.approx([1.0, 0.0, 0.5 / 4])
 
 
-def test_cost_of_calls_and_trainer_is_found_when_both_vary() -> None:
-    """Turns of 100 tokens: 10 ms and 1 ms for each call, half as much again while the trainer trains."""
-    calls, begin = [], 0.0
-    for number in range(60):
-        together, trains = 1 + number % 12, number % 3 == 0
-        seconds = 100 * (0.010 + 0.001 * together) * (1.5 if trains else 1.0)
-        calls += [TurnCalls("engine-0", begin, 0.0, begin + seconds, 101, 0, 1)] * together
-        begin += seconds + 1
-    of_training = [each for number, each in enumerate(dict.fromkeys(calls)) if number % 3 == 0]
-    training = Intervals([each.begin_s for each in of_training], [each.end_s for each in of_training])
-    usual = Workload(decode_base_s=0.01, decode_per_call_s=0.001)
-    base_s, per_call_s, by_trainer = _fit_decode(calls, training, usual)
-    assert base_s == pytest.approx(0.010, rel=0.15)
-    assert per_call_s == pytest.approx(0.001, rel=0.15)
-    assert by_trainer == pytest.approx(0.5, rel=0.15)
+def test_costs_of_an_engine_are_found_when_its_work_varies(fitted: FittedRun) -> None:
+    """Calls come, are prefilled, and decode 100 tokens together; training takes half of an engine's time."""
+    step_s, token_s, call_s, prefill_s, lost = 0.010, 0.003, 0.02, 0.0001, 0.5
+    calls, now = [], 1.7e9
+    settled_s, records = {0: now}, [replace(fitted.past.records[0], step=0, step_s=0.0, sync_s=0.0)]
+    for version in range(1, 61):
+        begin, trains = now, version % 3 == 0
+        together, prompt = 1 + version * 7 % 12, 10 + version * 5 % 40
+        slower = 1 / (1 - lost) if trains else 1.0
+        for _ in range(4):
+            first_s = together * (call_s + prompt * prefill_s) * slower
+            decode_s = 100 * (step_s + token_s * together) * slower
+            call = TurnCalls("engine-0", now, first_s, now + first_s + decode_s, 100, prompt, 1)
+            calls += [call] * together
+            now = call.end_s + 0.5
+        settled_s[version] = now
+        records.append(replace(records[0], step=version, step_s=(now - begin) * trains))
+    past = replace(
+        fitted.past,
+        calls=calls,
+        settled_s=settled_s,
+        records=records,
+        trajectories=[PastTrajectory("group", [], [call]) for call in calls],
+    )
+    usual = Workload(decode_base_s=0.012, decode_per_call_s=0.002, prefill_call_s=0.01)
+    found = fit_engine_costs(past, usual)
+    assert found.lost == pytest.approx(lost, rel=0.1)
+    assert found[:2] == pytest.approx((step_s, token_s), rel=0.1)
+    assert found.call_s == pytest.approx(call_s, rel=0.4)  # a small part of the time
+    # Where nothing varies, costs keep their usual proportion.
+    began_s = [1.7e9 + 10 * version for version in range(60)]
+    alike = [TurnCalls("engine-0", at, 0.5, at + 5, 100, 10, 1) for at in began_s for _ in range(4)]
+    settled_s = {step: 1.7e9 + 10 * step for step in range(61)}
+    records = [replace(each, step_s=0.0) for each in records]
+    past = replace(past, calls=alike, settled_s=settled_s, records=records)
+    found = fit_engine_costs(past, usual)
+    assert found.token_s / found.step_s == pytest.approx(2 / 12, rel=0.3)
 
 
 @pytest.mark.parametrize(
