@@ -160,7 +160,7 @@ def plot(path: Path, versions: int) -> None:
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), layout="constrained")
-    for groups in (128, 32):
+    for color, groups in (("C0", 128), ("C1", 32)):
         longest = BASE.versions_of_longest(groups)
         bounds = range(1, 8) if groups == 128 else range(2, 17, 2)
         plans = []
@@ -170,13 +170,14 @@ def plot(path: Path, versions: int) -> None:
             plans.append(simulate(OURS[0].config(BASE, groups, bound), BASE.workload, simulation))
             print(f"{groups} groups, bound {bound}: {plans[-1].relative:.3f}", file=sys.stderr)
         label = f"{groups} groups a version ({longest:.0f} versions for the longest answer)"
-        above.plot(bounds, [plan.relative for plan in plans], marker="o", label=label)
-        below.plot(bounds, [plan.staleness_mean for plan in plans], marker="o", label="mean")
-        below.plot(bounds, [plan.staleness_max for plan in plans], marker=".", linestyle=":", label="max")
+        above.plot(bounds, [plan.relative for plan in plans], color, marker="o", label=label)
+        below.plot(bounds, [plan.staleness_mean for plan in plans], color, marker="o", label="mean")
+        below.plot(bounds, [plan.staleness_max for plan in plans], color, marker=".", ls=":", label="max")
     above.set_ylabel("of the fluid bound")
     above.set_ylim(0, 1)
     above.legend()
-    below.set_ylabel("staleness of the trained, mean and max")
+    below.legend()
+    below.set_ylabel("staleness of the trained")
     below.set_xlabel("rollout.max_staleness")
     figure.savefig(path)
 

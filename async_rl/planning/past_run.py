@@ -29,6 +29,9 @@ from async_rl.types import Float64Array, Int32Array, Sampled, Trajectory, root_o
 _MIN_STEPS: Final = 4
 """The fewest steps of a steady state from which rates are taken."""
 
+_MIN_KEPT: Final = 3
+"""The fewest steps of it with trajectories in the archive."""
+
 _MIN_TRAJECTORIES: Final = 16
 
 _WARM_UP: Final = 5
@@ -137,7 +140,13 @@ def read_past_run(folder: Path, first_step: int = 0) -> PastRun:
             "not record these times"
         )
     calls = [call for _, each in found for call in each.calls]
-    return PastRun(config=config, records=records, trajectories=past, calls=calls, settled_s=settled)
+    run = PastRun(config=config, records=records, trajectories=past, calls=calls, settled_s=settled)
+    if (kept := len(settled.keys() & run.steady_steps)) < _MIN_KEPT:
+        raise ConfigError(
+            f"{folder} keeps trajectories of {kept} of its last {steady + 1} steps, and a simulation needs "
+            f"those of at least {_MIN_KEPT}: raise run.keep_trajectories"
+        )
+    return run
 
 
 def _check_rows(folder: Path, rows: Sequence[ArchiveRow]) -> None:

@@ -163,6 +163,9 @@ def test_a_run_is_refused_when_its_record_does_not_suffice(
         recorded(past_config("run.keep_trajectories=0"), tmp_path / "bare", monkeypatch)
     with pytest.raises(ConfigError, match="keeps 0 trained trajectories with times"):
         recorded(past_config("run.keep_trajectories=4"), tmp_path / "few", monkeypatch)
+    few = past_config("run.keep_trajectories=60", "trainer.groups_per_batch=8")
+    with pytest.raises(ConfigError, match="keeps trajectories of 2 of its last 11 steps"):
+        recorded(few, tmp_path / "newest", monkeypatch)
 
 
 def test_groups_keep_their_siblings_when_they_are_given_out_again(fitted: FittedRun) -> None:
