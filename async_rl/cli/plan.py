@@ -22,14 +22,14 @@ from async_rl.config.worker_count import workers_needed
 from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError
 from async_rl.observability.long_work import LongWork
-from async_rl.observability.records import StepRecord, step_record_log
+from async_rl.observability.records import step_record_log
 from async_rl.observability.text_console import TextConsole
 from async_rl.planning.hardware import DEVICES, shape_of, speeds_on
 from async_rl.planning.interruption_cost import LEAST_GAIN, describe_interruption, nearest_change
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.planning.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
 from async_rl.planning.update_costs import estimate_update
-from async_rl.planning.workload import Workload, num_engines
+from async_rl.planning.workload import Workload, calibrate, num_engines
 from async_rl.run.folder import find_run_folder
 from async_rl.run.memory_estimate import model_bytes, version_bytes
 from async_rl.run.placement_table import gpus_of_a_node
@@ -42,9 +42,6 @@ _MAX_SIMULATED: Final = 2048
 """Simulated trajectories in flight, at most, where `coarsen` is not given: a plan then takes minutes."""
 
 _USUAL: Final = "H100"
-
-_WARM_UP: Final = 5
-"""The first 1/5 of a past run's steps precede its steady state and are left out."""
 
 
 def plan(
@@ -222,35 +219,6 @@ def computed_speeds(config: Config, workload: Workload, hardware: str | None = N
             raise
         return {}
     return speeds_on(DEVICES[hardware or _USUAL], model, config, workload)
-
-
-def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
-    """Compute lengths and speeds from a past run's steps, as fields of a `Workload`.
-
-    The duration of a decode step follows from the measured tokens per second and the slots that the config
-    keeps busy; its division into base and slope keeps the proportion of the defaults. Engines pause for all
-    parts of an update but `publish`.
-    """
-    steady = records[len(records) // _WARM_UP :]
-    tokens, sampled = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
-    trajectories = max(1, sum(r.trajectories for r in steady))
-    engines, slots = num_engines(config), config.engine.max_running_requests
-    running = min(slots, config.rollout.max_concurrent_trajectories / engines)
-    rate = sum(r.tokens_per_s for r in steady) / len(steady) / engines
-    updates_s = sum(sum(r.sync_parts.values()) for r in steady) / len(steady)
-    publish_s = sum(r.sync_parts.get("publish", 0.0) for r in steady) / len(steady)
-    usual = Workload()
-    slower = running / rate / usual.step_s(round(running)) if rate > 0 else 1.0
-    return {
-        "prompt_tokens": max(1, round((tokens - sampled) / trajectories)),
-        "mean_tokens": max(1.0, sampled / trajectories),
-        "decode_base_s": usual.decode_base_s * slower,
-        "decode_per_call_s": usual.decode_per_call_s * slower,
-        "prefill_tokens_per_s": usual.prefill_tokens_per_s / slower,
-        "train_tokens_per_s": tokens / max(1e-9, sum(r.step_s for r in steady)),
-        "sync_s": updates_s - publish_s,
-        "publish_s": publish_s,
-    }
 
 
 def with_engines(config: Config, workload: Workload, number: int, *, grow: bool) -> tuple[Config, Workload]:

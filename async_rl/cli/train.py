@@ -25,6 +25,7 @@ from async_rl.observability.console_report import RunProgress, print_summary, wr
 from async_rl.observability.evaluation_record import FILE, evaluation_record_log
 from async_rl.observability.page.html_report import write_report
 from async_rl.observability.records import Summary, step_record_log
+from async_rl.planning.interruption_cost import describe_measured
 from async_rl.run.folder import run_console, run_folder, run_in_folder
 from async_rl.run.identity import check_identity
 from async_rl.run.preflight import check_start
@@ -101,5 +102,7 @@ def train(path: Path, overrides: Sequence[str] = (), launch: Launch | None = Non
 async def _on_ray(config: Config, run_dir: Path, stop: asyncio.Event, progress: RunProgress) -> Summary:
     async with cut_by(stop):  # importing Ray takes a second; tests of this module do without it
         placement = await call_until_cancelled(lambda: import_module("async_rl.placement"), name="import")
-    summary: Summary = await placement.run(config, run_dir, stop, progress)
+    summary: Summary = await placement.run(
+        config, run_dir, stop, progress, describe_updates=partial(describe_measured, config)
+    )
     return summary

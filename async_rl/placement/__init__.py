@@ -22,6 +22,7 @@ from pathlib import Path
 from async_rl.config import Config
 from async_rl.engines.sglang.server import SGLangServer
 from async_rl.observability.console_report import RunProgress
+from async_rl.observability.page.feed import DescribeSteps, no_description
 from async_rl.observability.records import Summary
 from async_rl.placement.local_ray import connect_ray, disconnect_ray, scratch_folder
 from async_rl.placement.ray_cluster import RayCluster
@@ -38,6 +39,7 @@ async def run(
     stop: asyncio.Event,
     progress: RunProgress | None = None,
     server: type[SGLangServer] = SGLangServer,
+    describe_updates: DescribeSteps = no_description,
 ) -> Summary:
     """Run a config with its processes on Ray, by `async_rl.run.entry.run`.
 
@@ -47,13 +49,16 @@ async def run(
         stop: Set by the first signal.
         progress: Shows phases and steps on the terminal; None shows nothing.
         server: The server class that an engine's actor starts; every node must be able to import it.
+        describe_updates: As for `async_rl.observability.page.feed.Feed`.
     """
     end_leftovers(run_dir)
     write_reports(run_dir)
     async with AsyncExitStack() as stack:
         async with cut_by(stop):
             cluster = await stack.enter_async_context(ray_cluster(config, run_dir, server))
-        return await entry.run(config, run_dir, stop, cluster, progress=progress)
+        return await entry.run(
+            config, run_dir, stop, cluster, progress=progress, describe_updates=describe_updates
+        )
 
 
 @asynccontextmanager

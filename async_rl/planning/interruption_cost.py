@@ -17,7 +17,7 @@ prefills (docs/reference/performance.md, "What exact interruption costs").
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Final, NamedTuple
 
@@ -25,7 +25,8 @@ from msgspec.structs import replace
 
 from async_rl.config import Config
 from async_rl.engine_protocol import InterruptMode
-from async_rl.planning.workload import Workload, fluid_rate, num_engines
+from async_rl.observability.records import StepRecord
+from async_rl.planning.workload import WARM_UP, Workload, calibrate, fluid_rate, num_engines
 
 LEAST_GAIN: Final = 1.03
 """A change that gains less is not worth a sentence: seeds differ by 2%."""
@@ -152,6 +153,28 @@ def describe_interruption(
             f"{' '.join(change.overrides)} would reach {change.gain:.2f} times the rate: {change.price}"
         )
     return lines
+
+
+def describe_measured(config: Config, records: Sequence[StepRecord]) -> dict[str, str]:
+    """Return the bound that a run's longest answers ask for, and the nearest change that helps, in words.
+
+    Args:
+        config: The run's config.
+        records: Its steps, of which the later ones say lengths and speeds.
+
+    Returns:
+        By the tiles of the run's page that it belongs to: `staleness` and `throughput`.
+    """
+    longest = max((record.sampled_tokens_max for record in records[-WARM_UP:]), default=0)
+    if len(records) <= WARM_UP or not longest or not _interrupts(config):
+        return {}
+    workload = Workload(**calibrate(config, records) | {"max_tokens": longest})
+    said, cost = {}, interruption_cost(config, workload)
+    if config.rollout.max_staleness < cost.bound:
+        said["staleness"] = f"the longest answers ask for {cost.bound}"
+    if change := nearest_change(config, workload):
+        said["throughput"] = f"{' '.join(change.overrides)} would reach {change.gain:.2f} times as many"
+    return said
 
 
 def _exact_changes(config: Config, workload: Workload, now: InterruptionCost) -> Iterator[CheaperUpdates]:

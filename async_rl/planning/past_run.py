@@ -22,7 +22,7 @@ from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError, CorruptFrame
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.planning.coarse_engine import MARKS
-from async_rl.planning.workload import EndlessTasks, PlannedTurn, Workload
+from async_rl.planning.workload import WARM_UP, EndlessTasks, PlannedTurn, Workload
 from async_rl.store.archive import FILE, ArchiveReader, ArchiveRow
 from async_rl.types import Float64Array, Int32Array, Sampled, Trajectory, root_of
 
@@ -33,9 +33,6 @@ _MIN_KEPT: Final = 3
 """The fewest steps of it with trajectories in the archive."""
 
 _MIN_TRAJECTORIES: Final = 16
-
-_WARM_UP: Final = 5
-"""The first 1/5 of a run's steps precede its steady state and are left out."""
 
 
 class TurnCalls(NamedTuple):
@@ -84,7 +81,7 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_warm_up(self) -> int:
         """The number of steps before the steady state."""
-        return max(1, len(self.records) // _WARM_UP)
+        return max(1, len(self.records) // WARM_UP)
 
     @property
     def steady_steps(self) -> list[int]:
@@ -116,7 +113,7 @@ def read_past_run(folder: Path, first_step: int = 0) -> PastRun:
     config = load_config(folder / "config.yaml")
     every = step_record_log(folder / "metrics.jsonl").read()
     records = [record for record in every if record.step >= first_step]
-    steady = len(records) - max(1, len(records) // _WARM_UP)
+    steady = len(records) - max(1, len(records) // WARM_UP)
     if steady < _MIN_STEPS:
         raise ConfigError(
             f"{folder} has the records of {len(records)} steps, and a simulation is fitted to at least "

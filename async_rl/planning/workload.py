@@ -23,12 +23,16 @@ import numpy as np
 
 from async_rl.config import Config, SGLangEngines
 from async_rl.config.base import Meta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
+from async_rl.observability.records import StepRecord
 from async_rl.planning.coarse_engine import MARKS, EngineSpeed, mark
 from async_rl.rollout.session.api import Session
 from async_rl.types import Completion, Int32Array, Task
 
 _NUM_TASKS: Final = 1 << 40
 """As good as endless."""
+
+WARM_UP: Final = 5
+"""The first 1/5 of a run's steps precede its steady state and are left out."""
 
 _TRAIN_SHARE: Final = 0.9
 """A step's share of its batch's fluid generation time, where nothing says the trainer's speed."""
@@ -222,6 +226,35 @@ def num_engines(config: Config) -> int:
 def fluid_rate(engines: int, slots: int, workload: Workload) -> float:
     """The fluid bound, trajectories a second; see the module for the formula."""
     return engines * slots / workload.step_s(slots) / workload.expected_tokens
+
+
+def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
+    """Compute lengths and speeds from a past run's steps, as fields of a `Workload`.
+
+    The duration of a decode step follows from the measured tokens per second and the slots that the config
+    keeps busy; its division into base and slope keeps the proportion of the defaults. Engines pause for all
+    parts of an update but `publish`.
+    """
+    steady = records[len(records) // WARM_UP :]
+    tokens, sampled = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
+    trajectories = max(1, sum(r.trajectories for r in steady))
+    engines, slots = num_engines(config), config.engine.max_running_requests
+    running = min(slots, config.rollout.max_concurrent_trajectories / engines)
+    rate = sum(r.tokens_per_s for r in steady) / len(steady) / engines
+    updates_s = sum(sum(r.sync_parts.values()) for r in steady) / len(steady)
+    publish_s = sum(r.sync_parts.get("publish", 0.0) for r in steady) / len(steady)
+    usual = Workload()
+    slower = running / rate / usual.step_s(round(running)) if rate > 0 else 1.0
+    return {
+        "prompt_tokens": max(1, round((tokens - sampled) / trajectories)),
+        "mean_tokens": max(1.0, sampled / trajectories),
+        "decode_base_s": usual.decode_base_s * slower,
+        "decode_per_call_s": usual.decode_per_call_s * slower,
+        "prefill_tokens_per_s": usual.prefill_tokens_per_s / slower,
+        "train_tokens_per_s": tokens / max(1e-9, sum(r.step_s for r in steady)),
+        "sync_s": updates_s - publish_s,
+        "publish_s": publish_s,
+    }
 
 
 class PlannedTurn(NamedTuple):

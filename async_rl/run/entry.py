@@ -12,7 +12,7 @@ from async_rl.observability.console_report import RunProgress
 from async_rl.observability.discovery import URL_FILE, announced
 from async_rl.observability.endpoints import serve
 from async_rl.observability.metrics import Metrics
-from async_rl.observability.page.feed import Feed
+from async_rl.observability.page.feed import DescribeSteps, Feed, no_description
 from async_rl.observability.page.routes import page_routes
 from async_rl.observability.records import Summary
 from async_rl.observability.trackers.choice import tracking
@@ -35,6 +35,7 @@ async def run(
     progress: RunProgress | None = None,
     clock: Callable[[], float] = time.monotonic,
     new_id: Callable[[], str] = new_id,
+    describe_updates: DescribeSteps = no_description,
 ) -> Summary:
     """Run a config to its end, or until `stop` is set and the running trajectories have drained.
 
@@ -46,6 +47,7 @@ async def run(
         progress: Shows phases and steps on the terminal; None shows nothing.
         clock: Monotonic seconds.
         new_id: Returns fixed-width unique ids.
+        describe_updates: As for `Feed`.
 
     Raises:
         AsyncRLError: The error of the service that failed, inside an exception group.
@@ -67,7 +69,13 @@ async def run(
             plan=PlanWatch(config, run_dir, clock),
         )
         status, run_log, host = orchestrator.live_status, orchestrator.run_log, config.metrics.host
-        page = Feed(config, status.now, lambda: run_log.records, lambda: run_log.evaluations)
+        page = Feed(
+            config,
+            status.now,
+            lambda: run_log.records,
+            lambda: run_log.evaluations,
+            describe_updates=describe_updates,
+        )
         async with (
             recording_waits(orchestrator.waits, metrics),
             serve(metrics, host, config.metrics.port, status.health, page_routes(page)) as url,

@@ -174,6 +174,10 @@ def test_the_throughput_says_what_interruptions_cost_when_updates_flush_caches()
     assert "0.00 of what" in note((800, 2.0), (800, 12.0))
     for kept in (note((800, 2.0)), note((0, None), (0, None))):
         assert kept == "tokens sampled a second"
+    remarks = {"throughput": "weights.every=2 would reach 1.06 times as many", "staleness": "ask for 5"}
+    notes = {tile.name: tile.note for tile in tiles(run(), 4, remarks)}
+    assert notes["throughput"] == f"tokens sampled a second; {remarks['throughput']}"
+    assert notes["staleness"] == "versions; max 2 of 4 allowed; ask for 5"
 
 
 def test_the_throughput_says_why_it_is_below_plan_when_it_is() -> None:

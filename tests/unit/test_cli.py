@@ -13,9 +13,10 @@ import pytest
 import yaml
 
 from async_rl.cli.main import main
-from async_rl.cli.plan import calibrate, describe_interrupts
+from async_rl.cli.plan import describe_interrupts
 from async_rl.config import load_config, reference
 from async_rl.observability.records import StepRecord, step_record_log
+from async_rl.planning.workload import calibrate
 from async_rl.run.memory_estimate import version_bytes
 from async_rl.runtime import loading, yaml12
 from async_rl.trainer_protocol import BEST_FILE, BestCheckpoint

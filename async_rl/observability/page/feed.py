@@ -99,6 +99,15 @@ class Client:
             yield message
 
 
+DescribeSteps = Callable[[Sequence[StepRecord]], Mapping[str, str]]
+"""Returns what a run's steps say beside their figures, by the names of tiles."""
+
+
+def no_description(records: Sequence[StepRecord]) -> Mapping[str, str]:
+    """Return nothing."""
+    return {}
+
+
 class Feed:
     """Reads and draws a run for the clients of its live page, as the module describes."""
 
@@ -109,6 +118,7 @@ class Feed:
         records: Callable[[], Sequence[StepRecord]],
         evaluations: Callable[[], Sequence[EvaluationRecord]] = tuple,
         *,
+        describe_updates: DescribeSteps = no_description,
         refresh_s: float = 1.0,
         max_draw_share: float = 0.05,
     ) -> None:
@@ -119,6 +129,7 @@ class Feed:
             read_status: Returns the run's present state; called in the event loop.
             records: Returns the records of all steps so far.
             evaluations: Returns all evaluations so far.
+            describe_updates: Returns what would make weight updates cost less, for the notes of tiles.
             refresh_s: Seconds between two messages about the run's state.
             max_draw_share: Share of the time that drawing may take: the charts of a very long run come less
                 often.
@@ -128,6 +139,7 @@ class Feed:
         self._read_status = read_status
         self._records = records
         self._evaluations = evaluations
+        self._describe_updates = describe_updates
         self._refresh_s = refresh_s
         self._max_draw_share = max_draw_share
         self._driver_id = f"{time.time_ns():x}"
@@ -214,7 +226,9 @@ class Feed:
             steps_id = f"{self._driver_id}.{key}"
             if steps_id != self._steps.id:
                 begin_s = time.monotonic()
-                draw = partial(draw_steps, steps_id, records, self._max_staleness, evaluations)
+                draw = partial(
+                    draw_steps, steps_id, records, self._max_staleness, evaluations, self._describe_updates
+                )
                 self._steps = await call_in_thread(draw, name="page")
                 end_s = time.monotonic()
                 self._draw_again_s = end_s + (end_s - begin_s) / self._max_draw_share
@@ -226,11 +240,12 @@ def draw_steps(
     records: Sequence[StepRecord],
     max_staleness: int,
     evaluations: Sequence[EvaluationRecord] = (),
+    describe_updates: DescribeSteps = no_description,
 ) -> Steps:
     """Draw everything on the page that changes with a step."""
     return Steps(
         id=steps_id,
-        tiles=tiles(records, max_staleness),
+        tiles=tiles(records, max_staleness, describe_updates(records)),
         sections=sections(records, max_staleness, evaluations),
         recent=[
             {name: getattr(record, name) for name in STEP_COLUMNS} for record in reversed(records[-RECENT:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -48,8 +49,18 @@ def _tile(name: str, label: str, value: str, note: str, verdict: Verdict | None 
     return Tile(name=name, label=label, value=value, note=verdict.reason or note, verdict=verdict.word)
 
 
-def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile]:
-    """Return the six figures of the last step; none before the first step."""
+def tiles(
+    records: Sequence[StepRecord],
+    max_staleness: int | None,
+    remarks: Mapping[str, str] = MappingProxyType({}),
+) -> list[Tile]:
+    """Return the six figures of the last step; none before the first step.
+
+    Args:
+        records: All steps.
+        max_staleness: The staleness bound, None if it is unknown.
+        remarks: What else the notes of tiles say, by name.
+    """
     if not records:
         return []
     last, measured = records[-1], last_at_equal_versions(records)
@@ -83,14 +94,14 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             "staleness",
             "staleness p95",
             f"{last.staleness_p95:.0f}",
-            f"versions; max {last.staleness_max}{bound}",
+            f"versions; max {last.staleness_max}{bound}{_and(remarks.get('staleness'))}",
             judge_staleness(records, max_staleness),
         ),
         _tile(
             "throughput",
             "throughput",
             compact(last.tokens_per_s),
-            _throughput_note(records),
+            _throughput_note(records) + _and(remarks.get("throughput")),
             judge_throughput(records),
         ),
         _tile(
@@ -101,6 +112,10 @@ def tiles(records: Sequence[StepRecord], max_staleness: int | None) -> list[Tile
             judge_trainer_idle(records),
         ),
     ]
+
+
+def _and(remark: str | None) -> str:
+    return f"; {remark}" if remark else ""
 
 
 def _throughput_note(records: Sequence[StepRecord]) -> str:
