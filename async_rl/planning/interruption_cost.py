@@ -173,7 +173,10 @@ def describe_measured(config: Config, records: Sequence[StepRecord]) -> dict[str
     if config.rollout.max_staleness < cost.bound:
         said["staleness"] = f"the longest answers ask for {cost.bound}"
     if change := nearest_change(config, workload):
-        said["throughput"] = f"{' '.join(change.overrides)} would reach {change.gain:.2f} times as many"
+        price = change.price.partition(",")[0]
+        said["throughput"] = (
+            f"{' '.join(change.overrides)} would reach {change.gain:.2f} times as many ({price})"
+        )
     return said
 
 

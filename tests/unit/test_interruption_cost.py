@@ -191,6 +191,7 @@ def test_a_run_says_which_bound_and_change_would_help_when_steps_have_measured_i
     bound = int(said["staleness"].removeprefix("the longest answers ask for "))
     assert bound > 3
     assert said["throughput"].startswith(f"rollout.max_staleness={bound} would reach ")
+    assert said["throughput"].endswith(" times as many (exact; tokens may be older)")
     assert "staleness" not in describe_measured(job(f"rollout.max_staleness={bound}"), steps)
     assert describe_measured(job(), steps[:5]) == {}
     assert describe_measured(job("rollout.max_staleness=0"), steps) == {}
