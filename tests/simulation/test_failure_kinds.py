@@ -114,7 +114,9 @@ async def test_attempts_are_counted_by_kind_over_a_restart(
     assert all(1 <= len(each) <= 3 for each in examples.values())
     assert {example.error for example in examples["sandbox_lost"]} == {"no container left"}
     told = {example.error for example in examples["tool_broken"]}
-    assert told <= {"the index is gone", "search: AttributeError: no index (reward 0, completed)"}
+    ended = ("completed", "length")  # answers of that loop have random lengths
+    broken = {f"search: AttributeError: no index (reward 0, {how})" for how in ended}
+    assert told <= {"the index is gone", *broken}
 
 
 class BrokenAtOnce(ToolLoop):
