@@ -85,6 +85,20 @@ def test_prefix_is_found_and_the_tool_costs_its_time_when_answers_have_turns() -
     assert plan.trajectories_per_s == pytest.approx(4 / (4 * 0.040 + 1.4 + 1.0), rel=0.02)
 
 
+def test_siblings_that_wait_together_prefill_their_prompt_once_when_engines_share_it() -> None:
+    plan = simulate(job(), replace(EQUAL, shares_prompts=True), SHORT)
+    # The first one's 30 tokens, and the last token of each of the other three, of 400 sampled ones.
+    assert plan.prefilled == pytest.approx(33 / 400)
+
+
+def test_an_update_is_longer_by_the_calls_that_it_aborts() -> None:
+    abort = job("weights.interrupt=abort", "rollout.max_concurrent_trajectories=8")
+    none, each = (simulate(abort, replace(EQUAL, abort_call_s=s), SHORT) for s in (0.0, 0.1))
+    assert none.trainer_syncs == 0
+    version_s = each.seconds / SHORT.versions
+    assert each.trainer_syncs * version_s == pytest.approx(8 * 0.1)  # those that wait for a slot, too
+
+
 def test_tool_times_have_the_stated_mean_and_spread_and_belong_to_their_turn() -> None:
     world = replace(EQUAL, turns=4, tool_tokens=10, tool_s=20.0, tool_sigma=0.8)
     tasks = EndlessTasks(world, 1, 3, 4)
