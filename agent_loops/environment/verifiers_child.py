@@ -29,6 +29,8 @@ from typing import Any
 END_S = 10.0
 """How long the environment may tear down what it holds, once the other side has closed descriptor 0."""
 
+_EMPTY = "EmptyModelResponseError"
+
 
 class RewardFunctionFailed(Exception):
     """A reward function raised."""
@@ -120,7 +122,8 @@ class EnvironmentServer:
         return {
             "reward": output["reward"],
             "parts": output["metrics"],
-            "error": error["error_chain_repr"] if error else None,
+            # An empty answer is the policy's own: what the rubric gives for it counts, as for any other.
+            "error": error["error_chain_repr"] if error and error["error"] != _EMPTY else None,
             # Of `SingleTurnEnv`, the only turn is not cut.
             "is_cut": output["stop_condition"] == "max_turns_reached" and self._environment.max_turns > 1,
         }

@@ -199,6 +199,9 @@ def test_verifiers_plays_in_a_process_with_its_own_packages(
         assert answers
         assert all(re.search("Write a number|higher|lower|Right", text) for text in answers)
         assert each["error"] is None
-        assert each["stop_reason"] == "max_turns"
-        assert each["reward_parts"]["num_turns"] == turns_of(each) == len(answers) + 1 == 8
+        assert turns_of(each) == len(answers) + 1 <= 8
+        # The random model may begin with a stop string: an empty answer, which ends the episode, is no turn.
+        is_cut = each["stop_reason"] == "max_turns"
+        assert each["reward_parts"]["num_turns"] == turns_of(each) - (0 if is_cut else 1)
+        assert turns_of(each) == 8 if is_cut else each["stop_reason"] == "completed"
         assert each["reward"] == each["reward_parts"]["sum_step_rewards"]

@@ -142,6 +142,15 @@ async def test_a_full_context_ends_the_episode_with_the_reward_of_what_was_said(
     assert reported == {"reward": 150.0, "length": 300.0, "num_turns": 1.0}
 
 
+async def test_an_empty_answer_ends_the_episode_with_the_reward_of_what_was_said(
+    python: str, tmp_path: Path
+) -> None:
+    async with loop_of(python, ECHO, folder=str(tmp_path)) as loop:
+        reason, reported, _ = await played(loop, SAY, "four", "")
+    assert reason is None
+    assert reported == {"reward": 2.0, "length": 4.0, "num_turns": 1.0}
+
+
 async def test_faults_fail_their_attempts_and_a_process_that_ends_is_replaced(
     python: str, tmp_path: Path
 ) -> None:
