@@ -25,8 +25,9 @@ from async_rl.cli.plan import coarsening
 from async_rl.cli.what_if import HOW, check_expressible
 from async_rl.errors import ConfigError
 from async_rl.planning.past_run import PastRun, read_past_run
-from async_rl.planning.run_comparison import causes_of, expected_rate, parts_of, with_engines
+from async_rl.planning.run_comparison import causes_of, expected_rate, parts_of
 from async_rl.planning.run_fit import slow_engines
+from async_rl.planning.workload import with_engines
 from async_rl.run.plan_watch import RECORD
 from async_rl.runtime.files import replace_file
 from async_rl.runtime.printable import print_text

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from rich.table import Table
 
 from async_rl.cli.memory import show_memory
-from async_rl.config import Config, EvaluationConfig, SGLangEngines, load_config
+from async_rl.config import Config, SGLangEngines, load_config
 from async_rl.config.worker_count import workers_needed
 from async_rl.engines.model_facts import load_facts, read_config
 from async_rl.errors import ConfigError
@@ -29,7 +29,7 @@ from async_rl.planning.interruption_cost import LEAST_GAIN, describe_interruptio
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
 from async_rl.planning.process_costs import MAX_LOAD, MEASURED_COSTS, ProcessLoad, process_load, read_costs
 from async_rl.planning.update_costs import estimate_update
-from async_rl.planning.workload import Workload, calibrate, num_engines
+from async_rl.planning.workload import Workload, calibrate, num_engines, with_engines
 from async_rl.run.folder import find_run_folder
 from async_rl.run.memory_estimate import model_bytes, version_bytes
 from async_rl.run.placement_table import gpus_of_a_node
@@ -84,7 +84,9 @@ def plan(
     require_tasks(config)
     figures = {name: value for name, value in fields.items() if value is not None}
     simulation = {name: figures.pop(name) for name in PlannedRun.__struct_fields__ if name in figures}
-    row_bytes, remark = _routing_row_bytes(config)
+    row_bytes, *remarks = _routing_row_bytes(config)
+    if config.rollout.dynamic_filtering:
+        remarks.append("rollout.dynamic_filtering is not simulated: groups that it drops take time, too.")
     run_dir = None if run is None else find_run_folder(run)
     workload = workload_for(config, run_dir, {"routing_row_bytes": row_bytes} | figures)
     speeds = {} if run_dir is not None else computed_speeds(config, workload, hardware)
@@ -104,7 +106,7 @@ def plan(
             publish_s = figures.get("publish_s", update.publish_s)
             workload = replace(workload, sync_s=update.pause_s, publish_s=publish_s)
             updates.append(str(update._replace(publish_s=0.0) if "publish_s" in figures else update))
-        job, work = with_engines(config, workload, number, grow=grow)
+        job, work = scaled_job(config, workload, number, grow=grow)
         workloads.append(work)
         if "coarsen" not in simulation:
             how = replace(how, coarsen=coarsening(job))
@@ -136,7 +138,7 @@ def plan(
     else:
         of = f" (what is not given is arithmetic for an {hardware or _USUAL})" if speeds else ""
         told = ["\n  ".join([s, *i]) for s, i in zip(sentences, interruptions, strict=True)]
-        _show(TextConsole(), _assumptions(workload, updates, of), plans, loads, told, remark)
+        _show(TextConsole(), _assumptions(workload, updates, of), plans, loads, told, remarks)
     return 0
 
 
@@ -198,6 +200,7 @@ def workload_for(config: Config, run_dir: Path | None, given: Mapping[str, float
                 f"--from {run_dir}: there is no metrics.jsonl with a step in it: name a run folder"
             )
         figures |= calibrate(config, records)
+        figures["max_tokens"] = max(longest, *(record.sampled_tokens_max for record in records))
     return _convert_figures(figures | dict(given), Workload)
 
 
@@ -221,8 +224,8 @@ def computed_speeds(config: Config, workload: Workload, hardware: str | None = N
     return speeds_on(DEVICES[hardware or _USUAL], model, config, workload)
 
 
-def with_engines(config: Config, workload: Workload, number: int, *, grow: bool) -> tuple[Config, Workload]:
-    """Return the same job on another number of engines.
+def scaled_job(config: Config, workload: Workload, number: int, *, grow: bool) -> tuple[Config, Workload]:
+    """Return the same job on another number of engines, with as many trajectories for each.
 
     Raises:
         ConfigError: The number is below 1.
@@ -230,20 +233,13 @@ def with_engines(config: Config, workload: Workload, number: int, *, grow: bool)
     if number < 1:
         raise ConfigError(f"--engines {number}: expected at least 1")
     base = num_engines(config)
-    engine = replace(config.engine, num_engines=number)
-    if isinstance(engine, SGLangEngines):
-        engine = replace(engine, urls=[])
 
     def times(quantity: int) -> int:
         return max(1, round(quantity * number / base))
 
     concurrent = times(config.rollout.max_concurrent_trajectories)
-    job = replace(
-        config,
-        engine=engine,
-        rollout=replace(config.rollout, max_concurrent_trajectories=concurrent),
-        evaluation=EvaluationConfig(),  # not simulated; its engines may be more than `number`
-    )
+    rollout = replace(config.rollout, max_concurrent_trajectories=concurrent)
+    job = replace(with_engines(config, number), rollout=rollout)
     if not grow:
         return job, workload
     batch = times(config.trainer.groups_per_batch)
@@ -260,18 +256,20 @@ def requested_workers(job: Config) -> int:
     return workers_needed(concurrent, one_machine=not job.placement.joins).number
 
 
-def coarsening(config: Config, max_simulated: int = _MAX_SIMULATED) -> int:
+def coarsening(*jobs: Config, max_simulated: int = _MAX_SIMULATED) -> int:
     """Return how many real trajectories a simulated one stands for by default, a power of 2.
 
-    A batch keeps at least one group, and an engine two slots: with one it would never have a slot to refill.
+    Batches divide by it, and an engine keeps two slots: with one it would never have a slot to refill.
 
     Args:
-        config: The job.
-        max_simulated: The number of simulated trajectories in flight that it should not exceed.
+        jobs: They are simulated equally coarsely.
+        max_simulated: The number of simulated trajectories in flight that none should exceed.
     """
-    most = min(config.trainer.groups_per_batch, config.engine.max_running_requests // 2)
+    slots = min(job.engine.max_running_requests for job in jobs)
+    batch = math.gcd(*(job.trainer.groups_per_batch for job in jobs))
+    in_flight = max(job.rollout.max_concurrent_trajectories for job in jobs)
     coarsen = 1
-    while config.rollout.max_concurrent_trajectories > max_simulated * coarsen and 2 * coarsen <= most:
+    while in_flight > max_simulated * coarsen and batch % (2 * coarsen) == 0 and 4 * coarsen <= slots:
         coarsen *= 2
     return coarsen
 
@@ -452,7 +450,7 @@ def _show(
     plans: Sequence[JobPlan],
     loads: Sequence[ProcessLoad],
     sentences: Sequence[str],
-    remark: str,
+    remarks: Sequence[str],
 ) -> None:
     table = Table(title="what to expect", title_justify="left")
     table.add_column("engines")
@@ -464,7 +462,7 @@ def _show(
     console.print(table)
     for plan, sentence in zip(plans, sentences, strict=True):
         console.print(f"{plan.engines:,} engines: {sentence}", soft_wrap=True)
-    if remark:
+    for remark in filter(None, remarks):
         console.print(remark, soft_wrap=True)
 
 

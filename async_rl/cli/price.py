@@ -3,7 +3,7 @@
 ```
 capture ─► ranks, from the checkpoint ─► each step before the captured one, as `replay-step` does
         ─► its batch is measured by lag, no weight changes ─► price of each lag
-config and steps of the run ─► `plan` at several bounds     ─► effective tokens per second, a proposal
+record of the run ─► simulated at several bounds             ─► effective tokens per second, a proposal
 ```
 """
 
@@ -18,7 +18,7 @@ import msgspec
 from rich import box
 from rich.table import Table
 
-from async_rl.cli.plan import coarsening, with_engines, workload_for
+from async_rl.cli.plan import coarsening, workload_for
 from async_rl.cli.replay_step import (
     OpenTrainer,
     checkpoint_of,
@@ -27,9 +27,12 @@ from async_rl.cli.replay_step import (
     repeat_step,
     start_trainer,
 )
+from async_rl.cli.what_if import check_expressible
 from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError
+from async_rl.planning.past_run import read_past_run
 from async_rl.planning.planned_job import JobPlan, PlannedRun, simulate
+from async_rl.planning.run_fit import fit_run, recorded_tasks
 from async_rl.planning.staleness_price import (
     BoundPrice,
     LagPrice,
@@ -38,7 +41,7 @@ from async_rl.planning.staleness_price import (
     price_lags,
     propose_bound,
 )
-from async_rl.planning.workload import num_engines
+from async_rl.planning.workload import num_engines, with_engines
 from async_rl.run.captures import FOLDER, MANIFEST, load_capture
 from async_rl.run.folder import find_run_folder, result_folder, run_console, run_in_folder
 from async_rl.run.preflight import check_trainer
@@ -166,7 +169,7 @@ def _priced(path: Path, overrides: Sequence[str], measured: LagMeasurement) -> P
         )
         return msgspec.structs.replace(prices, remarks=[remark])
     try:
-        plans, refused = _simulated(path / "config.yaml", overrides, Path(capture.run))
+        plans, refused = simulated_bounds(path / "config.yaml", overrides, Path(capture.run))
     except ConfigError as error:
         return msgspec.structs.replace(prices, remarks=[f"No bound is proposed: {error}"])
     bounds, proposal = price_bounds(measured, plans), propose_bound(measured, plans)
@@ -175,30 +178,39 @@ def _priced(path: Path, overrides: Sequence[str], measured: LagMeasurement) -> P
     return msgspec.structs.replace(prices, bounds=bounds, proposal=proposal, remarks=remarks)
 
 
-def _simulated(path: Path, overrides: Sequence[str], run: Path) -> tuple[dict[int, JobPlan], list[str]]:
-    """Simulate a run's job with each bound, with speeds and lengths of its steps.
+def simulated_bounds(path: Path, overrides: Sequence[str], run: Path) -> tuple[dict[int, JobPlan], list[str]]:
+    """Simulate a run's job with each bound: its own trajectories if it has kept them, else such as its steps.
 
     Returns:
-        The plans, and why some bounds are left out.
+        The plans, and what limits them.
 
     Raises:
         ConfigError: The run has no steps to take speeds from.
     """
     own = load_config(path, overrides)
-    workload = workload_for(own, run, {})
+    how = PlannedRun(versions=_VERSIONS, coarsen=coarsening(own, max_simulated=_MAX_SIMULATED))
     plans: dict[int, JobPlan] = {}
-    refused = []
+    remarks, fitted = [], None
+    try:
+        past = read_past_run(run)
+        check_expressible(past)
+        fitted = fit_run(past, how)
+    except ConfigError as error:
+        remarks.append(f"Speeds and lengths are taken from the means of its steps only: {error}")
+    workload = workload_for(own, run, {}) if fitted is None else fitted.workload
     for bound in sorted({*BOUNDS, own.rollout.max_staleness}):
         try:
-            config: Config = load_config(path, [*overrides, f"rollout.max_staleness={bound}"])
+            job: Config = load_config(path, [*overrides, f"rollout.max_staleness={bound}"])
         except ConfigError as error:
-            refused.append(f"A bound of {bound} is left out: {error}")
+            remarks.append(f"A bound of {bound} is left out: {error}")
             continue
-        job, work = with_engines(config, workload, num_engines(config), grow=False)
-        plans[bound] = simulate(
-            job, work, PlannedRun(versions=_VERSIONS, coarsen=coarsening(job, _MAX_SIMULATED))
-        )
-    return plans, refused
+        if fitted is None:
+            plans[bound] = simulate(job, workload, how)
+        else:
+            job = with_engines(job, num_engines(past.config))
+            tasks = recorded_tasks(past, job, workload, how)
+            plans[bound] = simulate(job, workload, how, tasks=tasks, sharing=fitted.sharing)
+    return plans, remarks
 
 
 def _remarks(oldest: int, bounds: Sequence[BoundPrice], proposal: Proposal, own: int) -> list[str]:

@@ -31,13 +31,13 @@ from async_rl.planning.run_fit import (
     simulated_figures,
     slow_engines,
 )
-from async_rl.planning.workload import num_engines
+from async_rl.planning.workload import num_engines, with_engines
 from async_rl.run.folder import find_run_folder
 from async_rl.runtime.printable import print_text
 
 EXPRESSED: Final = frozenset(
     (
-        *("engine.num_engines", "engine.max_running_requests"),
+        *("engine.num_engines", "engine.max_running_requests", "engine.max_calls"),
         *("rollout.group_size", "rollout.max_concurrent_trajectories"),
         *("rollout.max_staleness", "rollout.staleness_policy", "rollout.straggler_wait_s"),
         *("routing.merge", "trainer.groups_per_batch"),
@@ -68,7 +68,7 @@ def what_if(run: Path, overrides: Sequence[str], *, as_json: bool = False) -> in
     past = read_past_run(folder)
     check_expressible(past)
     config = changed_config(folder, past, overrides)
-    how = replace(HOW, coarsen=max(coarsening(past.config), coarsening(config)))
+    how = replace(HOW, coarsen=coarsening(past.config, config))
     total = (how.warmup + how.versions) * (SIMULATIONS + bool(overrides))
     done = 0
 
@@ -81,7 +81,7 @@ def what_if(run: Path, overrides: Sequence[str], *, as_json: bool = False) -> in
 
         fitted = fit_run(past, how, on_step=count_step)
         changed = _predict(fitted, config, how, count_step) if overrides else None
-    remarks = remarks_on(fitted, config)
+    remarks = [*remarks_on(fitted, config), *remarks_on_config(folder, past, overrides)]
     if as_json:
         print_text(json.dumps(_as_tree(fitted, changed, remarks), indent=1))
     else:
@@ -104,9 +104,8 @@ def changed_config(folder: Path, past: PastRun, overrides: Sequence[str]) -> Con
                 f"{key} is no setting that a simulation expresses: it keeps the run's model, data, "
                 f"trajectories and speeds, and varies {', '.join(sorted(EXPRESSED))}"
             )
-    if getattr(config.engine, "urls", None) and "engine.num_engines" in "".join(overrides):
-        raise ConfigError("the run's engines are those of engine.urls, so engine.num_engines changes nothing")
-    return config
+    asked = any(override.partition("=")[0].strip() == "engine.num_engines" for override in overrides)
+    return with_engines(config, config.engine.num_engines if asked else num_engines(past.config))
 
 
 def _value_at(config: Config, key: str) -> Any:
@@ -152,14 +151,41 @@ def remarks_on(fitted: FittedRun, config: Config) -> list[str]:
             f"Engines and trainer share cores: a step adds {fitted.sharing.by_trainer:.0%} to the engines' "
             "times. What engines add to each other and to a step follows by symmetry."
         )
-    if config.trainer.groups_per_batch != before.trainer.groups_per_batch:
+    if config.batch_trajectories != before.batch_trajectories:
         remarks.append("A trainer step is taken to grow in proportion to the tokens of its batch.")
     if num_engines(config) != num_engines(before):
         remarks.append("A weight update is taken to last as long as with the run's number of engines.")
         if isinstance(config.engine, SGLangEngines) and config.engine.device == "cpu":
             remarks.append("Each engine is taken to have cores of its own: without, more are no faster.")
-    if before.evaluation.every:
+    dropped = fitted.past.records[-1].dropped_reasons
+    if dropped:
+        of = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
+        remarks.append(
+            f"The run dropped trajectories ({of}), whose lengths are not in the record: simulated answers "
+            "are shorter than its own."
+        )
+    return remarks
+
+
+def remarks_on_config(folder: Path, past: PastRun, overrides: Sequence[str]) -> list[str]:
+    """Return what a real run would make of the settings, in sentences."""
+    remarks = []
+    config, simulated = load_config(folder / "config.yaml"), num_engines(past.config)
+    try:
+        configured = num_engines(config)
+    except ConfigError:  # the file of their URLs is gone
+        configured = simulated
+    if configured != simulated:
+        remarks.append(
+            f"The record has calls of {simulated} engines, and config.yaml names {configured}: "
+            f"{simulated} are simulated."
+        )
+    if config.evaluation.every:
         remarks.append("Evaluations are left out, also where they had engines of the run.")
+    try:
+        load_config(folder / "config.yaml", overrides)
+    except ConfigError as error:
+        remarks.append(f"A run refuses these settings: {error}")
     return remarks
 
 

@@ -153,9 +153,12 @@ class CacheLimit:
         return "retractions" if self.correction < 1.0 else "cache"
 
     def share_capacity(self, cache_tokens: int | None, max_calls: int | None, num_sharers: int) -> None:
-        """Take over what the engine holds, of which each process that calls it has an equal share."""
+        """Take over what the engine holds, of which each process that calls it has an equal share.
+
+        All of them together keep within it, but that each may always have one call.
+        """
         self.cache_tokens = math.inf if cache_tokens is None else cache_tokens / num_sharers
-        self.ceiling = math.inf if max_calls is None else max_calls / num_sharers
+        self.ceiling = math.inf if max_calls is None else max_calls // num_sharers
 
     def is_full(self, num_calls: int, prompt: int = 0) -> bool:
         """Return whether the engine takes no further call, which adds a prompt to what it holds."""

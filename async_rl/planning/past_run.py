@@ -22,7 +22,7 @@ from async_rl.config import Config, load_config
 from async_rl.errors import ConfigError, CorruptFrame
 from async_rl.observability.records import StepRecord, step_record_log
 from async_rl.planning.coarse_engine import MARKS
-from async_rl.planning.workload import WARM_UP, EndlessTasks, PlannedTurn, Workload
+from async_rl.planning.workload import WARM_UP, EndlessTasks, PlannedTurn, Workload, with_engines
 from async_rl.store.archive import FILE, ArchiveReader, ArchiveRow
 from async_rl.types import Float64Array, Int32Array, Sampled, Trajectory, root_of
 
@@ -69,6 +69,7 @@ class PastRun(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a run."""
 
     config: Config
+    """With as many engines as have calls in the steady state."""
     records: list[StepRecord]
     """All steps, or those from some step on."""
     trajectories: list[PastTrajectory]
@@ -137,6 +138,8 @@ def read_past_run(folder: Path, first_step: int = 0) -> PastRun:
             "not record these times"
         )
     calls = [call for _, each in found for call in each.calls]
+    served = {call.engine_id for each in past for call in each.calls}
+    config = with_engines(config, len(served))
     run = PastRun(config=config, records=records, trajectories=past, calls=calls, settled_s=settled)
     if (kept := len(settled.keys() & run.steady_steps)) < _MIN_KEPT:
         raise ConfigError(

@@ -34,7 +34,7 @@ from msgspec.structs import replace
 from async_rl.config import Config, EvaluationConfig, SGLangEngines, TeacherConfig
 from async_rl.config.base import PositiveInt, Strict
 from async_rl.engine_protocol import Engine, EngineFacts, GroupInvite, WeightBucket
-from async_rl.errors import EngineError
+from async_rl.errors import AsyncRLError, ConfigError, EngineError
 from async_rl.observability.console_report import RunProgress
 from async_rl.observability.metrics import Metrics
 from async_rl.observability.records import FIGURES, StepRecord, Summary
@@ -53,6 +53,7 @@ from async_rl.planning.workload import (
 from async_rl.rollout.workers.worker_backend import WorkerSpec
 from async_rl.run.inputs import RunInputs
 from async_rl.run.orchestrator import Orchestrator
+from async_rl.runtime.supervision import first_error
 from async_rl.store.spool_nodes import no_other_nodes
 from async_rl.trainer_protocol import Saved, SendReport, StepResult, Trainer, TrainerState
 from async_rl.types import Int32Array, TakenBatch
@@ -83,6 +84,10 @@ class PlannedRun(Strict, frozen=True, kw_only=True):
     """Real trajectories for each simulated one; default: 1 for up to 2048 in flight."""
     scale: int | None = None
     """Real tokens for each simulated one; None takes as many as lengths allow."""
+
+
+MakeTasks = Callable[[int], EndlessTasks]
+"""Makes the tasks of a simulation, for a number of real tokens for each simulated one."""
 
 
 class Sharing(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +177,8 @@ def simulate(
     workload: Workload,
     simulation: PlannedRun | None = None,
     *,
+    tasks: MakeTasks | None = None,
+    sharing: Sharing | None = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> JobPlan:
     """Run a job in virtual time.
@@ -180,23 +187,25 @@ def simulate(
         config: Its scheduling is used as it is; model, data, agent loop and reward are not looked at.
         workload: Lengths and speeds.
         simulation: How long and how coarse.
+        tasks: Makes the tasks, whose lengths are at most those of the workload; None: makes them as it says.
+        sharing: How engines and trainer slow each other down; None: not at all.
         on_step: Called with the number of each step that ends, those of the warm-up included.
 
     Returns:
         What was measured after the warm-up.
 
     Raises:
-        ExceptionGroup: With the error that ended the simulated run.
+        ConfigError: An error ended the simulated run, as it would end the real one.
     """
-    return _run_job(config, workload, simulation or PlannedRun(), on_step).measure()
+    return _run_job(config, workload, simulation or PlannedRun(), on_step, tasks, sharing).measure()
 
 
 def simulate_run(
     config: Config,
     workload: Workload,
     simulation: PlannedRun,
-    tasks: Callable[[int], EndlessTasks],
-    sharing: Sharing,
+    tasks: MakeTasks,
+    sharing: Sharing | None = None,
     *,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> SimulatedRun:
@@ -204,14 +213,14 @@ def simulate_run(
 
     Args:
         config: As for `simulate`.
-        workload: As for `simulate`; its lengths are upper bounds for those of the tasks.
+        workload: As for `simulate`.
         simulation: As for `simulate`.
-        tasks: Makes the tasks, for a number of real tokens for each simulated one.
-        sharing: How engines and trainer slow each other down.
+        tasks: As for `simulate`.
+        sharing: As for `simulate`.
         on_step: As for `simulate`.
 
     Raises:
-        ExceptionGroup: With the error that ended the simulated run.
+        ConfigError: As for `simulate`.
     """
     job = _run_job(config, workload, simulation, on_step, tasks, sharing)
     first, last = job.observer.usages
@@ -228,14 +237,19 @@ def _run_job(
     workload: Workload,
     simulation: PlannedRun,
     on_step: Callable[[int], None],
-    tasks: Callable[[int], EndlessTasks] | None = None,
-    sharing: Sharing | None = None,
+    tasks: MakeTasks | None,
+    sharing: Sharing | None,
 ) -> _Job:
     shared = Path("/dev/shm")  # memory, where there is some: only the CPU time of files is of interest
     parent = shared if os.access(shared, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="async-rl-plan-", dir=parent) as folder:
         job = _Job(config, workload, simulation, Path(folder), on_step, tasks, sharing)
-        run_virtual(job.run())
+        try:
+            run_virtual(job.run())
+        except ExceptionGroup as group:
+            if isinstance(error := first_error(group), AsyncRLError):
+                raise ConfigError(f"the simulated run ends: {error}") from group
+            raise
         return job
 
 
@@ -249,7 +263,7 @@ class _Job:
         simulation: PlannedRun,
         folder: Path,
         on_step: Callable[[int], None],
-        tasks: Callable[[int], EndlessTasks] | None,
+        tasks: MakeTasks | None,
         sharing: Sharing | None,
     ) -> None:
         self._config = config
@@ -290,7 +304,10 @@ class _Job:
         prompts = max(MARKS, workload.prompt_tokens // scale) + workload.turns * (
             MARKS + workload.tool_tokens // scale
         )
-        engine = replace(config.engine, stall_s=_EVER_S)
+        limit = config.engine.max_calls
+        if isinstance(limit, int):
+            limit = max(1, limit // simulation.coarsen)
+        engine = replace(config.engine, stall_s=_EVER_S, max_calls=limit, urls_file=None)
         if isinstance(engine, SGLangEngines):
             engine = replace(engine, context_length=None)  # limits real tokens
         # The first counts real tokens, too; a plan has no engines of other models.
@@ -397,7 +414,7 @@ class _Job:
             max_staleness=self._config.rollout.max_staleness,
             seconds=seconds,
             trajectories_per_s=rate,
-            tokens_per_s=float(lengths.sum()) * scale * coarsen / seconds,
+            tokens_per_s=trainer.trained_tokens * scale * coarsen / seconds,
             fluid_trajectories_per_s=self.fluid,
             relative=rate / self.fluid,
             trainer_idle=1 - sum(record.step_s for record in records) / seconds,
@@ -508,10 +525,11 @@ class TimedTrainer:
     async def train_step(self, batch: TakenBatch, step: int) -> StepResult:
         """See `Trainer.train_step`."""
         num_tokens, num_sampled = batch.num_tokens, batch.num_sampled_tokens
+        trained = num_sampled - batch.num_masked_tokens
         if step > self._warmup:
             self.staleness.append(np.array(batch.staleness, np.int32))
             self.lengths.append(np.array(batch.sampled_lengths, np.int32))
-            self.trained_tokens += num_sampled - batch.num_masked_tokens
+            self.trained_tokens += trained
             oldest = batch.masked_below or 0
             for span in (span for each in batch.trajectories for span in each.spans):
                 if span.is_sampled and span.weight_version >= oldest:
@@ -519,7 +537,7 @@ class TimedTrainer:
         seconds = self._train_s(num_tokens, num_sampled)
         await self._machine.train(seconds)
         figures = dict.fromkeys(FIGURES, 0.0)
-        known = {"tokens": num_tokens, "trained_tokens": num_sampled, "step_s": seconds}
+        known = {"tokens": num_tokens, "trained_tokens": trained, "step_s": seconds}
         return StepResult(step=step, metrics=figures | known)
 
     async def measure_lags(self, batch: TakenBatch) -> NoReturn:

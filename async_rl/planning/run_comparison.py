@@ -19,8 +19,6 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from async_rl.config import Config, SGLangEngines
-from async_rl.errors import ConfigError
 from async_rl.planning.past_run import PastRun
 from async_rl.planning.planned_job import PlannedRun
 from async_rl.planning.run_fit import (
@@ -32,7 +30,7 @@ from async_rl.planning.run_fit import (
     simulated_figures,
     slow_engines,
 )
-from async_rl.planning.workload import num_engines
+from async_rl.planning.workload import num_engines, with_engines
 
 _NAMED: Final = 0.2
 """The least share of the lost time at which a part is named."""
@@ -90,19 +88,6 @@ def parts_of(past: PastRun) -> TimeParts:
     )
 
 
-def with_engines(config: Config, engines: int) -> Config:
-    """Return the config with this number of engines.
-
-    Raises:
-        ConfigError: They are those of `engine.urls`, and another number of them.
-    """
-    if engines == num_engines(config):
-        return config
-    if isinstance(config.engine, SGLangEngines) and config.engine.urls:
-        raise ConfigError("another number of engines than engine.urls names cannot be simulated")
-    return replace(config, engine=replace(config.engine, num_engines=engines))
-
-
 def expected_rate(past: PastRun, engines: int, how: PlannedRun) -> float:
     """Return the trained tokens per second that a run should reach.
 
@@ -115,7 +100,7 @@ def expected_rate(past: PastRun, engines: int, how: PlannedRun) -> float:
         how: How long its simulations are.
 
     Raises:
-        ConfigError: The simulation cannot have another number of engines.
+        ConfigError: A simulated run ends early.
     """
     config, recorded = past.config, recorded_figures(past)
     slow = {each.engine_id for each in slow_engines(past.calls)}

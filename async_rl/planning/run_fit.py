@@ -16,6 +16,7 @@ that much to the trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from statistics import fmean
 from typing import Final, Literal, NamedTuple
 
@@ -27,7 +28,7 @@ from async_rl.config import Config, SGLangEngines
 from async_rl.observability.records import StepRecord
 from async_rl.planning.engine_costs import by_engine, fit_engine_costs, training_times, update_waves
 from async_rl.planning.past_run import Intervals, PastRun, RecordedTasks, TurnCalls
-from async_rl.planning.planned_job import PlannedRun, Sharing, SimulatedRun, simulate_run
+from async_rl.planning.planned_job import MakeTasks, PlannedRun, Sharing, SimulatedRun, simulate_run
 from async_rl.planning.workload import Workload, num_engines
 
 SIMULATIONS: Final = 2
@@ -203,9 +204,19 @@ def recorded_figures(past: PastRun) -> RunFigures:
         begin, end = min(past.settled_s.values()), max(past.settled_s.values())
     end = max(past.whole_until_s, (begin + end) / 2)
     calls = Intervals([call.begin_s for call in past.calls], [call.end_s for call in past.calls])
-    number = float(calls.mean_number(np.array([begin]), np.array([end]))[0])
+    call_s = float(calls.seconds_between(np.array([begin]), np.array([end]))[0])
     seconds = records[-1].time_s - records[warm_up - 1].time_s
+    number = call_s / max(end - begin - _outages_s(past, begin, end), 1e-9)
     return figures_of(records, warm_up, number * seconds, num_engines(past.config))
+
+
+def _outages_s(past: PastRun, begin: float, end: float) -> float:
+    """Return the seconds between two moments in which the run had ended and not begun again."""
+    known = [each for each in past.records if begin <= past.settled_s.get(each.step, 0.0) <= end]
+    return sum(
+        max(0.0, past.settled_s[now.step] - past.settled_s[before.step] - (now.time_s - before.time_s))
+        for before, now in pairwise(known)
+    )
 
 
 def simulated_figures(run: SimulatedRun, config: Config, workload: Workload, how: PlannedRun) -> RunFigures:
@@ -226,14 +237,14 @@ def simulate_past(
     on_step: Callable[[int], None] = lambda step: None,
 ) -> SimulatedRun:
     """Simulate a past run's trajectories under these settings."""
-    return simulate_run(
-        config,
-        workload,
-        how,
-        lambda scale: RecordedTasks(past.trajectories, workload, scale, how.seed, config.rollout.group_size),
-        sharing,
-        on_step=on_step,
-    )
+    tasks = recorded_tasks(past, config, workload, how)
+    return simulate_run(config, workload, how, tasks, sharing, on_step=on_step)
+
+
+def recorded_tasks(past: PastRun, config: Config, workload: Workload, how: PlannedRun) -> MakeTasks:
+    """Return what makes a past run's trajectories the tasks of a simulation."""
+    group_size = config.rollout.group_size
+    return lambda scale: RecordedTasks(past.trajectories, workload, scale, how.seed, group_size)
 
 
 def _first_fit(past: PastRun) -> tuple[Workload, Sharing]:
@@ -252,15 +263,15 @@ def _first_fit(past: PastRun) -> tuple[Workload, Sharing]:
     alone_s = sum(each.step_s for each in steady) / (1 + sharing.of_trainer * busy)
     updates = [each for each in steady if each.sync_s] or steady
     update_s = fmean(each.sync_s for each in updates)
-    publish_s, interrupt_s = (
+    publish_s, interrupt_s = (  # the second of one wave, like all parts that engines have
         fmean(each.sync_parts.get(part, 0.0) for each in updates) for part in ("publish", "interrupt")
     )
     waves = update_waves(config)
     pause_s = max(0.0, update_s - publish_s) / waves
     abort_call_s = _ABORT_ON_CPU_S if on_cpu else 0.0
     if config.weights.interrupt == "abort":
-        abort_call_s = interrupt_s / waves / max(1.0, recorded_figures(past).calls_running)
-        pause_s = max(0.0, pause_s - interrupt_s / waves)
+        abort_call_s = interrupt_s / max(1.0, recorded_figures(past).calls_running)
+        pause_s = max(0.0, pause_s - interrupt_s)
     trajectories = past.trajectories
     turns = [turn for each in trajectories for turn in each.turns]
     sampled = [each.sampled for each in trajectories]
@@ -280,7 +291,8 @@ def _first_fit(past: PastRun) -> tuple[Workload, Sharing]:
             sync_s=pause_s,
             publish_s=publish_s,
             abort_call_s=abort_call_s,
-            snapshot_s=fmean(each.handover_s for each in steady) if config.weights.overlap else 0.0,
+            cache_tokens=config.engine.max_total_tokens,
+            snapshot_s=fmean(each.handover_s for each in updates) if config.weights.overlap else 0.0,
         ),
         sharing,
     )

@@ -17,12 +17,16 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle, pairwise
+from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Final, NamedTuple, overload
 
 import numpy as np
+from msgspec.structs import replace
 
-from async_rl.config import Config, SGLangEngines
+from async_rl.config import Config, EvaluationConfig, SGLangEngines
 from async_rl.config.base import Meta, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Strict
+from async_rl.config.urls_file import read_urls
 from async_rl.observability.records import StepRecord
 from async_rl.planning.coarse_engine import MARKS, EngineSpeed, mark
 from async_rl.rollout.session.api import Session
@@ -218,9 +222,25 @@ class Workload(Strict, frozen=True, kw_only=True):
 
 
 def num_engines(config: Config) -> int:
-    """Return the number of engines of a job, including external ones."""
-    urls = config.engine.urls if isinstance(config.engine, SGLangEngines) else ()
-    return len(urls) or config.engine.num_engines
+    """Return the number of engines of a job, including external ones.
+
+    Raises:
+        ConfigError: `engine.urls_file` cannot be read.
+    """
+    engine = config.engine
+    urls: Sequence[str] = engine.urls if isinstance(engine, SGLangEngines) else ()
+    if engine.urls_file is not None:
+        urls = read_urls(Path(engine.urls_file))
+    return len(urls) or engine.num_engines
+
+
+def with_engines(config: Config, engines: int) -> Config:
+    """Return the config with this number of engines, which are its own."""
+    engine = replace(config.engine, num_engines=engines, urls_file=None)
+    if isinstance(engine, SGLangEngines):
+        engine = replace(engine, urls=[])
+    # Evaluations are not simulated; their engines may be more than these.
+    return replace(config, engine=engine, evaluation=EvaluationConfig())
 
 
 def fluid_rate(engines: int, slots: int, workload: Workload) -> float:
@@ -236,13 +256,15 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
     parts of an update but `publish`.
     """
     steady = records[len(records) // WARM_UP :]
-    tokens, sampled = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
+    tokens, trained = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
+    sampled = trained + sum(r.masked_tokens for r in steady)
     trajectories = max(1, sum(r.trajectories for r in steady))
     engines, slots = num_engines(config), config.engine.max_running_requests
     running = min(slots, config.rollout.max_concurrent_trajectories / engines)
-    rate = sum(r.tokens_per_s for r in steady) / len(steady) / engines
-    updates_s = sum(sum(r.sync_parts.values()) for r in steady) / len(steady)
-    publish_s = sum(r.sync_parts.get("publish", 0.0) for r in steady) / len(steady)
+    rate = fmean(r.tokens_per_s for r in steady) / engines * sampled / max(1, trained)
+    updates = [r for r in steady if r.sync_parts] or steady
+    updates_s = fmean(sum(r.sync_parts.values()) for r in updates)
+    publish_s = fmean(r.sync_parts.get("publish", 0.0) for r in updates)
     usual = Workload()
     slower = running / rate / usual.step_s(round(running)) if rate > 0 else 1.0
     return {

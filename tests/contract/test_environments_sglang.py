@@ -24,7 +24,12 @@ import pytest
 from tests.support.package_environments import python_with
 from tests.support.sglang_world import SGLangWorld
 
-pytestmark = [pytest.mark.sglang, pytest.mark.long, pytest.mark.needs("pypi")]
+pytestmark = [
+    pytest.mark.sglang,
+    pytest.mark.long,
+    pytest.mark.needs("pypi"),
+    pytest.mark.timeout(900),  # the first test installs packages and starts the server
+]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "environments"
@@ -126,9 +131,9 @@ def test_gymnasium_renders_its_lake_and_moves_as_the_policy_writes(
     python: Path, sglang_world: SGLangWorld, model: Path
 ) -> None:
     found = rolled_out(
-        python, sglang_world, "gymnasium", STOP, "rollout.agent_loop_args.max_turns=8", number=4
+        python, sglang_world, "gymnasium", STOP, "rollout.agent_loop_args.max_turns=8", number=8
     )
-    assert len(found) == 4
+    assert len(found) == 8
     moved = 0
     for each in found:
         parts, turns = each["reward_parts"], turns_of(each)
@@ -196,7 +201,6 @@ def test_verifiers_plays_in_a_process_with_its_own_packages(
     for each in found:
         assert "I think of a number from 1 to 100." in passages(each, "prompt")[0]
         answers = passages(each, "user")
-        assert answers
         assert all(re.search("Write a number|higher|lower|Right", text) for text in answers)
         assert each["error"] is None
         assert turns_of(each) == len(answers) + 1 <= 8
@@ -205,3 +209,4 @@ def test_verifiers_plays_in_a_process_with_its_own_packages(
         assert each["reward_parts"]["num_turns"] == turns_of(each) - (0 if is_cut else 1)
         assert turns_of(each) == 8 if is_cut else each["stop_reason"] == "completed"
         assert each["reward"] == each["reward_parts"]["sum_step_rewards"]
+    assert any(passages(each, "user") for each in found)

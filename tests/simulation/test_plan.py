@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.cli.plan import bottleneck, coarsening, with_engines, workload_for
+from async_rl.cli.plan import bottleneck, coarsening, scaled_job, workload_for
 from async_rl.config import Config
-from async_rl.planning.planned_job import PlannedRun, simulate
-from async_rl.planning.workload import EndlessTasks, Workload, fluid_rate
+from async_rl.errors import ConfigError
+from async_rl.planning.planned_job import PlannedRun, simulate, simulate_run
+from async_rl.planning.workload import EndlessTasks, Workload, fluid_rate, num_engines
 from tests.support.run_config import config_with
 
 SHORT = PlannedRun(versions=4, warmup=2)
@@ -145,12 +148,12 @@ def test_fluid_bound_and_lengths_are_those_of_the_formula_when_engines_are_full(
 
 
 def test_batch_and_trainer_grow_with_the_engines_when_asked_to() -> None:
-    config, workload = with_engines(job(), EQUAL, 16, grow=True)
+    config, workload = scaled_job(job(), EQUAL, 16, grow=True)
     assert config.engine.num_engines == 16
     assert config.rollout.max_concurrent_trajectories == 64
     assert config.trainer.groups_per_batch == 16
     assert workload.train_tokens_per_s == 16e9
-    config, workload = with_engines(job(), EQUAL, 16, grow=False)
+    config, workload = scaled_job(job(), EQUAL, 16, grow=False)
     assert config.trainer.groups_per_batch == 1
     assert workload.train_tokens_per_s == 1e9
 
@@ -160,8 +163,55 @@ def test_groups_and_two_slots_remain_when_large_jobs_are_simulated_coarsely(
     engines: int, grow: bool, coarsen: int
 ) -> None:
     slots = "engine.max_running_requests=128", "rollout.max_concurrent_trajectories=128"
-    config, _ = with_engines(job(*slots, "trainer.groups_per_batch=2"), EQUAL, engines, grow=grow)
+    config, _ = scaled_job(job(*slots, "trainer.groups_per_batch=2"), EQUAL, engines, grow=grow)
     assert coarsening(config) == coarsen
+
+
+def test_batches_keep_their_size_when_large_jobs_are_simulated_coarsely() -> None:
+    large = ("engine.max_running_requests=512", "rollout.max_concurrent_trajectories=65536")
+    twelve, two = (job(*large, f"trainer.groups_per_batch={number}") for number in (12, 2))
+    assert [coarsening(twelve), coarsening(two), coarsening(twelve, two)] == [4, 2, 2]
+
+
+def test_a_limit_of_calls_counts_those_that_simulated_ones_stand_for() -> None:
+    config = job(
+        "engine.max_running_requests=64",
+        "engine.max_calls=8",
+        "rollout.max_concurrent_trajectories=64",
+        "trainer.groups_per_batch=8",
+    )
+    exact, coarse = (simulate(config, EQUAL, replace(SHORT, coarsen=coarsen)) for coarsen in (1, 4))
+    assert exact.running_calls == pytest.approx(8, rel=0.3)
+    assert coarse.running_calls == pytest.approx(exact.running_calls, rel=0.1)
+
+
+def test_masked_tokens_are_not_trained_on() -> None:
+    config = job(
+        "rollout.max_staleness=1",
+        "rollout.staleness_policy=mask_tokens",
+        "rollout.group_size=2",
+    )
+    work, how = replace(EQUAL, sigma=1.2, max_tokens=1000), replace(SHORT, versions=40)
+    run = simulate_run(config, work, how, lambda scale: EndlessTasks(work, scale, 0, 2))
+    assert sum(each.masked_tokens for each in run.records) > 0
+    for each in run.records:
+        sampled = each.tokens - 30 * each.trajectories
+        assert each.trained_tokens == sampled - each.masked_tokens
+
+
+def test_engines_of_a_file_are_counted_and_simulated(tmp_path: Path) -> None:
+    file = tmp_path / "urls.txt"
+    file.write_text("http://10.0.0.1:30000\nhttp://10.0.0.2:30000\n")
+    config = job(f"engine.urls_file={file}", "trainer.groups_per_batch=2", "engine.max_running_requests=2")
+    assert simulate(config, EQUAL, SHORT).engines == num_engines(config) == 2
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"urls\.txt cannot be read"):
+        simulate(config, EQUAL, SHORT)
+
+
+def test_the_error_is_told_that_ends_a_job_before_its_plan() -> None:
+    with pytest.raises(ConfigError, match=r"the simulated run ends: .*weights\.timeout_s = 300"):
+        simulate(job(), replace(EQUAL, sync_s=400.0), SHORT)
 
 
 def test_no_group_is_dispatched_when_members_of_an_earlier_one_have_no_slots() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from async_rl.cli.what_if import EXPRESSED, changed_config, remarks_on, what_if
+from async_rl.cli.price import simulated_bounds
+from async_rl.cli.what_if import EXPRESSED, changed_config, remarks_on, remarks_on_config, what_if
 from async_rl.config import Config
 from async_rl.config.reference import resolved_yaml
 from async_rl.errors import ConfigError
@@ -32,7 +34,7 @@ from async_rl.planning.run_fit import (
     slow_engines,
 )
 from async_rl.planning.virtual_time import run_virtual
-from async_rl.planning.workload import EndlessTasks, Workload
+from async_rl.planning.workload import EndlessTasks, Workload, calibrate, num_engines
 from tests.support.past_runs import (
     PUBLISH_S,
     REWARD_S,
@@ -275,3 +277,78 @@ def test_the_copy_of_weights_is_not_guessed_when_the_run_made_none(fitted: Fitte
     overlap = replace(fitted.past.config, weights=replace(fitted.past.config.weights, overlap=True))
     assert any("weights.overlap" in each for each in remarks_on(fitted, overlap))
     assert not remarks_on(fitted, fitted.past.config)
+
+
+def test_engines_are_those_that_had_calls_when_the_config_names_others(folder: Path, tmp_path: Path) -> None:
+    """A resumed run has another config than its record, and external engines come and go."""
+    other, urls = shutil.copytree(folder, tmp_path / "other"), tmp_path / "urls.txt"
+    (other / "config.yaml").write_text(resolved_yaml(past_config("engine.num_engines=4")))
+    past = read_past_run(other)
+    assert num_engines(past.config) == 2
+    (remark,) = remarks_on_config(other, past, [])
+    assert "has calls of 2 engines, and config.yaml names 4" in remark
+    assert num_engines(changed_config(other, past, ["rollout.max_staleness=1"])) == 2
+    assert num_engines(changed_config(other, past, ["engine.num_engines=3"])) == 3
+    urls.write_text("http://10.0.0.1:30000\nhttp://10.0.0.2:30000\n")
+    (other / "config.yaml").write_text(resolved_yaml(past_config(f"engine.urls_file={urls}")))
+    past = read_past_run(other)
+    assert fit_run(past, HOW).simulated.tokens_per_s > 0
+    assert remarks_on_config(other, past, []) == []
+
+
+def test_running_calls_are_those_of_the_run_when_it_had_ended_and_went_on(fitted: FittedRun) -> None:
+    past, hour = fitted.past, 3600.0
+    middle = past.steady_steps[len(past.steady_steps) // 2]
+    settled_s = {step: s + hour * (step > middle) for step, s in past.settled_s.items()}
+    calls = [
+        call._replace(begin_s=call.begin_s + hour, end_s=call.end_s + hour)
+        if call.begin_s > past.settled_s[middle]
+        else call
+        for call in past.calls
+    ]
+    after = recorded_figures(replace(past, calls=calls, settled_s=settled_s))
+    assert after.calls_running == pytest.approx(fitted.recorded.calls_running, rel=0.1)
+
+
+def test_an_update_takes_as_long_when_versions_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past = recorded(past_config("weights.every=2"), tmp_path / "run", monkeypatch)
+    assert any(not each.sync_s for each in past.records)
+    assert calibrate(past.config, past.records)["sync_s"] == pytest.approx(UPDATE_S, rel=0.01)
+
+
+def test_calls_of_one_wave_are_aborted_in_its_pause_when_engines_take_weights_in_turn(
+    fitted: FittedRun,
+) -> None:
+    config = fitted.past.config
+    parts = {"publish": 0.2, "interrupt": 1.0, "load": 0.3}
+    steps = [replace(each, sync_s=0.2 + 2 * 1.3, sync_parts=parts) for each in fitted.past.records]
+    rolling = replace(config, weights=replace(config.weights, rolling=True))
+    workload = fit_run(replace(fitted.past, config=rolling, records=steps), HOW).workload
+    assert workload.sync_s == pytest.approx(0.3)
+    assert workload.abort_call_s == pytest.approx(1.0 / fitted.recorded.calls_running)
+
+
+def test_bounds_are_priced_by_the_record_when_it_suffices(folder: Path, fitted: FittedRun) -> None:
+    plans, remarks = simulated_bounds(folder / "config.yaml", ["rollout.max_staleness=1"], folder)
+    assert remarks == []
+    assert plans[2].tokens_per_s == pytest.approx(fitted.recorded.tokens_per_s, rel=0.15)
+    assert plans[0].tokens_per_s < plans[1].tokens_per_s < plans[2].tokens_per_s
+
+
+def test_what_a_real_run_would_make_of_it_is_said(folder: Path, fitted: FittedRun, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    replayed = past_config(
+        routing={"replay": "r3", "merge": "replace"},
+        evaluation={"every": 5},
+        data={"path": "none.jsonl", "validation": [{"path": "none.jsonl"}]},
+    )
+    (other / "config.yaml").write_text(resolved_yaml(replayed))
+    evaluations, refused = remarks_on_config(other, fitted.past, ["weights.interrupt=in_place"])
+    assert evaluations.startswith("Evaluations are left out")
+    assert "routing.merge" in refused
+    dropped = replace(fitted.past.records[-1], dropped_reasons={"straggler": 7})
+    past = replace(fitted.past, records=[*fitted.past.records[:-1], dropped])
+    (remark,) = remarks_on(replace(fitted, past=past), past.config)
+    assert "7 straggler" in remark

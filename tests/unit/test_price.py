@@ -150,7 +150,8 @@ def test_the_runs_own_bound_is_compared_and_impossible_ones_are_left_out(
 ) -> None:
     found = prices(run, STALE_IS_GOOD, capsys, "rollout.max_staleness=3", "weights.every=3")
     assert [each["bound"] for each in found["bounds"]] == [2, 3]
-    assert "A bound of 0 is left out: " in found["remarks"][0]
+    assert "means of its steps only" in found["remarks"][0]
+    assert "A bound of 0 is left out: " in found["remarks"][1]
     assert "of the run's 3" in " ".join(found["remarks"]) or found["proposal"]["bound"] == 3
 
 

@@ -14,7 +14,7 @@ from async_rl.cli.plan import (
     process_bottleneck,
     queue_remark,
     requested_workers,
-    with_engines,
+    scaled_job,
     workers_remark,
 )
 from async_rl.config import parse_config
@@ -123,7 +123,7 @@ def test_the_shipped_costs_name_the_driver_of_2048_engines_but_not_of_1024() -> 
 @pytest.mark.parametrize("engines", [1, 4, 5, 16, 1024])
 def test_a_plan_requests_as_many_workers_as_auto_has(engines: int) -> None:
     one = config_with("engine.max_running_requests=128", "rollout.max_concurrent_trajectories=128")
-    job, _ = with_engines(one, LONG, engines, grow=False)
+    job, _ = scaled_job(one, LONG, engines, grow=False)
     requested = requested_workers(job)
     assert requested == job.num_workers
     assert requested == (0 if engines <= 4 else -(-engines * 128 // 512))
