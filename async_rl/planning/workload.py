@@ -38,6 +38,9 @@ _NUM_TASKS: Final = 1 << 40
 WARM_UP: Final = 5
 """The first 1/5 of a run's steps precede its steady state and are left out."""
 
+_MOST_IDLE: Final = 0.9
+"""More than that is no steady state to take a speed from."""
+
 _TRAIN_SHARE: Final = 0.9
 """A step's share of its batch's fluid generation time, where nothing says the trainer's speed."""
 
@@ -251,17 +254,16 @@ def fluid_rate(engines: int, slots: int, workload: Workload) -> float:
 def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
     """Compute lengths and speeds from a past run's steps, as fields of a `Workload`.
 
-    The duration of a decode step follows from the measured tokens per second and the slots that the config
-    keeps busy; its division into base and slope keeps the proportion of the defaults. Engines pause for all
-    parts of an update but `publish`.
+    The duration of a decode step follows from the measured tokens per second, while engines have calls, and
+    the slots that the config keeps busy; its division into base and slope keeps the proportion of the
+    defaults. Prefills count as parts of it. Engines pause for all parts of an update but `publish`.
     """
     steady = records[len(records) // WARM_UP :]
-    tokens, trained = sum(r.tokens for r in steady), sum(r.trained_tokens for r in steady)
-    sampled = trained + sum(r.masked_tokens for r in steady)
+    tokens, sampled = sum(r.tokens for r in steady), sum(r.trained_tokens + r.masked_tokens for r in steady)
     trajectories = max(1, sum(r.trajectories for r in steady))
     engines, slots = num_engines(config), config.engine.max_running_requests
     running = min(slots, config.rollout.max_concurrent_trajectories / engines)
-    rate = fmean(r.tokens_per_s for r in steady) / engines * sampled / max(1, trained)
+    rate = fmean(r.tokens_per_s for r in steady) / engines / (1 - _idle_share(records, len(steady)))
     updates = [r for r in steady if r.sync_parts] or steady
     updates_s = fmean(sum(r.sync_parts.values()) for r in updates)
     publish_s = fmean(r.sync_parts.get("publish", 0.0) for r in updates)
@@ -277,6 +279,15 @@ def calibrate(config: Config, records: Sequence[StepRecord]) -> dict[str, Any]:
         "sync_s": updates_s - publish_s,
         "publish_s": publish_s,
     }
+
+
+def _idle_share(records: Sequence[StepRecord], number: int) -> float:
+    """Return the share of the last steps' time in which engines had no call or were paused."""
+    steady = records[-number:]
+    seconds = steady[-1].time_s - (records[-number - 1].time_s if number < len(records) else 0.0)
+    paused_s = sum(sum(r.sync_parts.values()) - r.sync_parts.get("publish", 0.0) for r in steady)
+    without_calls = steady[-1].engine_idle_share or 0.0  # of the whole run; the pauses of aborts are in it
+    return min(_MOST_IDLE, max(without_calls, paused_s / max(seconds, 1e-9)))
 
 
 class PlannedTurn(NamedTuple):

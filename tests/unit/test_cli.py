@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from async_rl.cli.main import main
 from async_rl.cli.plan import describe_interrupts
@@ -327,14 +328,21 @@ def test_speeds_and_lengths_are_those_of_its_later_steps_when_a_past_run_is_give
     config = load_config(
         write_run(tmp_path), ["engine.num_engines=2", "rollout.max_concurrent_trajectories=16"]
     )
-    figures = calibrate(config, past_run(tmp_path / "past"))
+
+    def step_of_8(figures: dict[str, float]) -> float:
+        return figures["decode_base_s"] + 8 * figures["decode_per_call_s"]
+
+    steps = past_run(tmp_path / "past")
+    figures = calibrate(config, steps)
     assert figures["prompt_tokens"] == 20
     assert figures["mean_tokens"] == 30
     assert figures["train_tokens_per_s"] == 100
     assert figures["sync_s"] == pytest.approx(0.25)
     assert figures["publish_s"] == 0.75
-    # 8 calls on each engine make 32 tokens a second: a step of 0.25 s.
-    assert figures["decode_base_s"] + 8 * figures["decode_per_call_s"] == pytest.approx(0.25)
+    # 8 calls on each engine make 32 tokens a second, but for pauses of 0.25 s in 10 s: a step of 0.25 s.
+    assert step_of_8(figures) == pytest.approx(0.25 * 0.975)
+    figures = calibrate(config, [*steps[:-1], replace(steps[-1], engine_idle_share=0.2)])
+    assert step_of_8(figures) == pytest.approx(0.25 * 0.8)
 
 
 def test_each_plan_has_its_own_pause_when_it_depends_on_the_number_of_engines(
