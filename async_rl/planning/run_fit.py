@@ -16,7 +16,6 @@ that much to the trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from statistics import fmean
 from typing import Final, Literal, NamedTuple
 
@@ -213,10 +212,10 @@ def recorded_figures(past: PastRun) -> RunFigures:
 def _outages_s(past: PastRun, begin: float, end: float) -> float:
     """Return the seconds between two moments in which the run had ended and not begun again."""
     known = [each for each in past.records if begin <= past.settled_s.get(each.step, 0.0) <= end]
-    return sum(
-        max(0.0, past.settled_s[now.step] - past.settled_s[before.step] - (now.time_s - before.time_s))
-        for before, now in pairwise(known)
-    )
+    if not known:
+        return 0.0
+    passed_s = past.settled_s[known[-1].step] - past.settled_s[known[0].step]
+    return max(0.0, passed_s - (known[-1].time_s - known[0].time_s))
 
 
 def simulated_figures(run: SimulatedRun, config: Config, workload: Workload, how: PlannedRun) -> RunFigures:

@@ -99,10 +99,7 @@ def rolled_out(
     """Trajectories of an example's config on the server."""
     settings = [
         f"model.path={world.weights[0]}",
-        "model.dtype=float32",
         f"engine.urls=[{world.server.url}]",
-        "rollout.max_context_tokens=2000",
-        "rollout.max_new_tokens=200",
         "rollout.num_workers=0",
         *overrides,
     ]

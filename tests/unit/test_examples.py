@@ -13,6 +13,8 @@ import pytest
 
 from async_rl.cli.inspection.try_out import rollout
 from async_rl.config import load_config
+from async_rl.engines.model_facts import load_facts
+from async_rl.run.preflight import check_model
 from tests.support.writer import Answer, writing
 from trainer.losses.trial import try_loss
 
@@ -59,6 +61,13 @@ def call(name: str, **arguments: str) -> str:
 
 def results(conversation: str) -> list[str]:
     return re.findall(r"<tool_response>\n(.*?)\n</tool_response>", conversation, re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["gymnasium", "harbor", "openenv", "verifiers"])
+def test_environments_have_limits_that_the_untrained_model_has(name: str, calculator: Path) -> None:
+    model = calculator / "model"
+    config = load_config(EXAMPLES / "environments" / f"{name}.yaml", [f"model.path={model}"])
+    check_model(config, load_facts(str(model)))
 
 
 @pytest.mark.needs("namespaces")
