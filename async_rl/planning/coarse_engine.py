@@ -51,7 +51,7 @@ from async_rl.engine_protocol import (
 from async_rl.errors import AlignmentError
 from async_rl.types import Int32Array, RoutingTrace, VersionSpan
 
-MARKS = 3
+MARKS = 4
 """Tokens that `mark` writes: the shortest prompt."""
 
 _MAX_CACHED = 4096
@@ -132,7 +132,9 @@ class Usage(msgspec.Struct, kw_only=True):
     """Calls whose memory was taken because the cache was full."""
 
 
-def mark(length: int, *, stop_at: int, trajectory: int = 0, group: int = 0) -> Int32Array:
+def mark(
+    length: int, *, stop_at: int, trajectory: int = 0, group: int = 0, shared: int | None = None
+) -> Int32Array:
     """Return a prompt of this length, which tells an engine who asks, and at which position the answer ends.
 
     Args:
@@ -140,9 +142,10 @@ def mark(length: int, *, stop_at: int, trajectory: int = 0, group: int = 0) -> I
         stop_at: Tokens of the sequence when the turn is over; in a later turn more than before.
         trajectory: Above 0: whose prefix this is.
         group: Above 0: siblings have the same prompt.
+        shared: Tokens of it; None: all of these.
     """
     token_ids = np.zeros(max(length, MARKS), np.int32)
-    token_ids[:MARKS] = -stop_at, trajectory, group
+    token_ids[:MARKS] = -stop_at, trajectory, group, length if shared is None else shared
     return token_ids
 
 
@@ -160,6 +163,7 @@ class _CoarseCall:
         "reason",
         "retractions",
         "sampled",
+        "shared",
         "since",
         "spans",
         "target",
@@ -171,7 +175,7 @@ class _CoarseCall:
         self.changed = asyncio.Event()
         self.reason: Literal["stop", "length", "abort"] | None = None  # why it has ended
         self.prompt = len(ids)
-        self.trajectory, self.group = int(ids[1]), int(ids[2])
+        self.trajectory, self.group, self.shared = (int(each) for each in ids[1:MARKS])
         stop_at = -int(ids.min())
         self.target = max(1, min(stop_at - len(ids), request.max_new_tokens))
         self.budget = request.max_new_tokens
@@ -363,8 +367,8 @@ class CoarseEngine:
         self._usage.prefilled_tokens += missing
         call.left_s = missing / self._speed.prefill_tokens_per_s + self._speed.prefill_call_s
         self._prefilling.append(call)
-        if self._speed.shares_prompts and not call.sampled:
-            self._remember(-call.group, call.prompt)  # those behind it begin when it is done
+        if self._speed.shares_prompts:  # its later turns and what it had sampled are its own
+            self._remember(-call.group, call.shared)  # those behind it begin when it is done
 
     def _decode(self, call: _CoarseCall) -> None:
         """Its prefill is done."""

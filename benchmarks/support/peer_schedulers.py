@@ -76,7 +76,8 @@ class Peer(ABC):
 
     async def answer(self, number: int, sibling: int, turns: Sequence[PlannedTurn]) -> Answer:
         """One trajectory, over all its calls, which one engine gets: it may have the prefix."""
-        who = {"trajectory": number * self.world.group_size + sibling + 1, "group": number + 1}
+        trajectory = number * self.world.group_size + sibling + 1
+        who = {"trajectory": trajectory, "group": number + 1, "shared": turns[0].read}
         engine = min(self.engines, key=lambda e: self.assigned[e.engine_id])
         self.assigned[engine.engine_id] += 1
         length, oldest = 0, 1 << 30

@@ -95,6 +95,13 @@ async def test_siblings_find_their_prompt_when_it_is_shared() -> None:
     assert engine.usage().prefilled_tokens == 10 + 1
 
 
+async def test_siblings_that_resume_share_their_prompt_and_no_more() -> None:
+    engine = CoarseEngine("e", EngineSpeed(shares_prompts=True))
+    resumed = [request(10, 60, group=3, trajectory=trajectory, shared=10) for trajectory in (1, 2)]
+    await asyncio.gather(*(ask(engine, each) for each in resumed))
+    assert engine.usage().prefilled_tokens == 60 + 50
+
+
 async def test_slot_is_free_again_when_its_caller_goes_away() -> None:
     engine = CoarseEngine("e", SPEED)
     asking = asyncio.ensure_future(ask(engine, request(1000)))
