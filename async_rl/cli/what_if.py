@@ -157,6 +157,11 @@ def remarks_on(fitted: FittedRun, config: Config) -> list[str]:
         remarks.append("A weight update is taken to last as long as with the run's number of engines.")
         if isinstance(config.engine, SGLangEngines) and config.engine.device == "cpu":
             remarks.append("Each engine is taken to have cores of its own: without, more are no faster.")
+    if "retract" in (config.weights.interrupt, before.weights.interrupt):
+        remarks.append(
+            "What engines prefill again after weights.interrupt=retract is not in a record: rates with it are "
+            "expected up to 20% too high."
+        )
     dropped = fitted.past.records[-1].dropped_reasons
     if dropped:
         of = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
