@@ -159,8 +159,8 @@ def remarks_on(fitted: FittedRun, config: Config) -> list[str]:
             remarks.append("Each engine is taken to have cores of its own: without, more are no faster.")
     if "retract" in (config.weights.interrupt, before.weights.interrupt):
         remarks.append(
-            "What engines prefill again after weights.interrupt=retract is not in a record: rates with it are "
-            "expected up to 20% too high."
+            "What engines prefill again after weights.interrupt=retract is not in a record: rates with it "
+            "are expected up to 20% too high."
         )
     dropped = fitted.past.records[-1].dropped_reasons
     if dropped:
