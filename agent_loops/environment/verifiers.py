@@ -78,6 +78,8 @@ class VerifiersProcess:
         self._input: asyncio.WriteTransport | None = None
         self._errors = OutputTail()
         self._ended: asyncio.Future[None] | None = None
+        self._has_failed = False
+        """Whether all requests were told that it has ended; its thread goes on for a moment."""
 
     async def start(self, environment: Mapping[str, str]) -> None:
         """Start the process, and wait until it has loaded the environment, which may download its data.
@@ -124,7 +126,7 @@ class VerifiersProcess:
     @property
     def has_ended(self) -> bool:
         """Whether it has ended, so that requests would not be answered."""
-        return self._ended is None or self._ended.done()
+        return self._has_failed or self._ended is None or self._ended.done()
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send a request and return the answer; a cancelled caller cancels what it asked for.
@@ -199,6 +201,7 @@ class VerifiersProcess:
             waiting.set_result(answer)
 
     def _fail(self, fault: str) -> None:
+        self._has_failed = True
         for number in list(self._answers):
             self._settle({"number": number, "fault": fault})
 

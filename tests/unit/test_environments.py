@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,11 +17,19 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp import WSMsgType, web
 
-from agent_loops.environment import Environment, EnvironmentLoop, Observation, environment_reward, openenv
+from agent_loops.environment import (
+    Environment,
+    EnvironmentLoop,
+    Observation,
+    environment_reward,
+    openenv,
+    verifiers,
+)
 from agent_loops.environment.gymnasium import read_action
 from agent_loops.environment.harbor import HarborTask, read_image, read_rewards, resolved
 from agent_loops.testing import ScriptedSession, make_task
 from async_rl.errors import AgentLoopError, ConfigError, EnvironmentNotReady, NotScored, PromptTooLong
+from async_rl.runtime.threads import start_in_thread
 from async_rl.types import Completion, StopReason, Task
 from tests.support.sessions import Bench, Watched, simulated
 
@@ -226,6 +235,32 @@ async def test_an_interpreter_without_verifiers_is_named_with_the_command_that_i
     with pytest.raises(EnvironmentNotReady, match=f"{bare} does not have: run `pip install 'verifiers>"):
         async with EnvironmentLoop("verifiers", id="a", python=str(bare)):
             pass
+
+
+@pytest.mark.real_time
+async def test_a_process_that_has_ended_is_known_as_soon_as_its_episodes_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread takes a moment longer: who asked in it would wait for an answer that never comes."""
+
+    def start_slowly(target: Callable[[], None], *, name: str) -> Any:
+        def attend() -> None:
+            target()
+            time.sleep(0.3)
+
+        return start_in_thread(attend, name=name)
+
+    monkeypatch.setattr(verifiers, "start_in_thread", start_slowly)
+    program = tmp_path / "python"
+    program.write_text("""#!/bin/sh\necho '{"number": 0, "ready": true}'\nread request\nexit 3\n""")
+    program.chmod(0o755)
+    process = verifiers.VerifiersProcess("any", {}, str(program))
+    await process.start({})
+    assert not process.has_ended
+    with pytest.raises(AgentLoopError, match="its process ended with 3"):
+        await process.ask({"episode": {}})
+    assert process.has_ended
+    await process.close()
 
 
 async def test_a_task_that_is_none_of_verifiers_is_refused_with_the_command_that_writes_them() -> None:
