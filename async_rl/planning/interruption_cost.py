@@ -25,8 +25,16 @@ from msgspec.structs import replace
 
 from async_rl.config import Config
 from async_rl.engine_protocol import InterruptMode
+from async_rl.errors import ConfigError
 from async_rl.observability.records import StepRecord
-from async_rl.planning.workload import WARM_UP, Workload, calibrate, fluid_rate, num_engines
+from async_rl.planning.workload import (
+    WARM_UP,
+    Workload,
+    calibrate,
+    fluid_rate,
+    num_engines,
+    with_engines,
+)
 
 LEAST_GAIN: Final = 1.03
 """A change that gains less is not worth a sentence: seeds differ by 2%."""
@@ -167,6 +175,10 @@ def describe_measured(config: Config, records: Sequence[StepRecord]) -> dict[str
     """
     longest = max((record.sampled_tokens_max for record in records[-WARM_UP:]), default=0)
     if len(records) <= WARM_UP or not longest or not _interrupts(config):
+        return {}
+    try:
+        config = with_engines(config, num_engines(config))
+    except ConfigError:  # engine.urls_file is being written; the page is drawn without remarks
         return {}
     workload = Workload(**calibrate(config, records) | {"max_tokens": longest})
     said, cost = {}, interruption_cost(config, workload)

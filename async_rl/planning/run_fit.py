@@ -262,7 +262,7 @@ def _first_fit(past: PastRun) -> tuple[Workload, Sharing]:
     alone_s = sum(each.step_s for each in steady) / (1 + sharing.of_trainer * busy)
     updates = [each for each in steady if each.sync_s] or steady
     update_s = fmean(each.sync_s for each in updates)
-    publish_s, interrupt_s = (  # the second of one wave, like all parts that engines have
+    publish_s, interrupt_s = (  # `interrupt` is of one wave, `sync_s` of all waves
         fmean(each.sync_parts.get(part, 0.0) for each in updates) for part in ("publish", "interrupt")
     )
     waves = update_waves(config)

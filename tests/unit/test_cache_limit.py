@@ -238,5 +238,7 @@ def test_workers_that_share_an_engine_share_its_cache() -> None:
     grant = EngineGrant(**fields, num_holders=2, max_calls=90, cache_tokens=1000)
     cache = engines.grant(engine, grant).cache
     assert (cache.cache_tokens, cache.ceiling) == (500, 45)
+    cache = engines.grant(engine, msgspec.structs.replace(grant, num_holders=4)).cache
+    assert [cache.is_full(calls) for calls in (21, 22)] == [False, True]  # 4 of 23 would be 92
     cache = engines.grant(engine, msgspec.structs.replace(grant, num_holders=1)).cache
     assert (cache.cache_tokens, cache.ceiling) == (1000, 90)

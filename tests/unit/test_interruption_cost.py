@@ -195,4 +195,5 @@ def test_a_run_says_which_bound_and_change_would_help_when_steps_have_measured_i
     assert "staleness" not in describe_measured(job(f"rollout.max_staleness={bound}"), steps)
     assert describe_measured(job(), steps[:5]) == {}
     assert describe_measured(job("rollout.max_staleness=0"), steps) == {}
+    assert describe_measured(job("engine.urls_file=/none/urls.txt"), steps) == {}
     assert describe_measured(job(), [replace(step, sampled_tokens_max=0) for step in steps]) == {}
